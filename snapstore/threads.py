@@ -217,12 +217,20 @@ class Gate:
 
     An interrupt (Ctrl-C) may strike between the start of jobs and the moment when anybody could wait for them. So the
     owner makes the gate before, and closes it if it cannot wait: then jobs that have not begun do nothing.
+
+    Attributes:
+        closed: one byte, 0 while the gate is open; jobs without Python's lock read it.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside = 0
-        self.is_closed = False
+        self.closed = bytearray(1)
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether no job may begin any more."""
+        return bool(self.closed[0])
 
     def guarded(self, job: Callable[[T], object]) -> Callable[[T], None]:
         """Return a job that does nothing once the gate is closed."""
@@ -245,7 +253,7 @@ class Gate:
 
     def close(self) -> None:
         """Let no job begin any more, and wait for the jobs that have begun."""
-        self.is_closed = True
+        self.closed[0] = 1
         with self._changed:
             self._changed.wait_for(lambda: not self._inside)
 

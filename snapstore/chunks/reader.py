@@ -36,6 +36,8 @@ _BEYOND = np.uint64(1 << 62)
 POLL_S = 0.0005
 #: One thread opens packs for at most this time, before several threads read them [s].
 OPEN_AHEAD_S = 0.01
+#: Buffers are larger than needed by this share, so that they suit the next batches too: new pages cost time.
+BUFFER_SLACK = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class ChunkReader:
         self._engine = engine
         self._readers: Threads | None = None
         self._opened: set[str] = set()  # packs that have been opened ahead
+        self._spare: list[tuple[Engine, Bytes]] = []  # buffers of batches that are done
         self._get_ranges: GetRanges
 
     def rebuild(self, wanted: Iterable[Wanted]) -> Iterator[int]:
@@ -132,6 +135,9 @@ class ChunkReader:
                 for begun, wait in decoding:
                     _ended(wait)
                     begun.engine.give_back(begun.buffer)
+                while self._spare:
+                    engine, buffer = self._spare.pop()
+                    engine.give_back(buffer)
                 if self._readers is not None:
                     self._readers.close()
 
@@ -143,7 +149,7 @@ class ChunkReader:
                 if one.length:
                     self._get(batch.keys[one.pack], [one.offset + one.length - 1], [memoryview(bytearray(1))])
         self._open_ahead(batch.keys)
-        buffer = engine.buffer(size)
+        buffer = self._buffer(engine, size)
         stored = buffer[:size]
         count = max(engine.readers, self._store.gets_at_once)
         if self._readers is None or self._readers.count < count:
@@ -162,6 +168,15 @@ class ChunkReader:
 
         wait = self._readers.start(read, _grouped(reads, count))
         return _Reading(batch, engine, buffer, stored, positions, wait)
+
+    def _buffer(self, engine: Engine, nbytes: int) -> Bytes:
+        """Return a spare buffer if it suits, else a new one."""
+        while self._spare:
+            own, buffer = self._spare.pop()
+            if own is engine and nbytes <= len(buffer):
+                return buffer
+            own.give_back(buffer)
+        return engine.buffer(nbytes + int(nbytes * BUFFER_SLACK))
 
     def _open_ahead(self, keys: Sequence[str]) -> None:
         """Open packs, for at most OPEN_AHEAD_S.
@@ -213,7 +228,7 @@ class ChunkReader:
         begun, wait = decoding[0]
         wait()
         decoding.popleft()
-        begun.engine.give_back(begun.buffer)
+        self._spare.append((begun.engine, begun.buffer))
         return len(begun.batch.counts)
 
     def _batches(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Engine, _ReadBatch]]:

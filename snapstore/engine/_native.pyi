@@ -1,82 +1,69 @@
 """The extension in C, from the sources in native/."""
 
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from ..arrays import Bytes, Column
 from .spans import Place
 
-#: Bytes of scratch memory that a call needs beside those of its longest chunk.
-SCRATCH_BYTES: int
-#: And for each of these; if it may write sparse deltas.
-SCRATCH_PER_BYTE: int
-SPARSE_SCRATCH_PER_BYTE: int
 #: A frame may take this many bytes more than its block.
 FRAME_SLACK: int
 
-def digests(chunks: Place, copies: Place | None, seed: int, out: Bytes) -> None:
-    """Fill `out`, (n, 16), with the digests of chunks; copy the chunks to memories that do not overlap with them."""
+#: A job, and the bytes of scratch memory that `run` needs. Arguments of all jobs:
+#:     seed: of digests.
+#:     firsts: (k + 1,) int64, the first chunk of each span, then the number of chunks.
+#:     closed: one byte; once it is not 0, no thread takes a span any more. None: it is never closed.
+_Job = tuple[Any, int]
 
-def sample(
-    chunks: Place, bases: Place, sizes: Bytes, layouts: Bytes, mode: int, terms: Column, sampled: npt.NDArray[np.void]
-) -> None:
-    """Fill the rows of `sampled`, (n,) spans.SAMPLED, that are not valid.
+def copy_job(
+    chunks: Place, copies: Place | None, seed: int, digests: Bytes | None, firsts: Column, closed: bytearray | None
+) -> _Job:
+    """Return a job that fills `digests`, (n, 16), and copies chunks to memories that do not overlap with them.
 
     Args:
-        sizes, layouts: (n,) of elements.
-        mode: of deltas, 1: differences, 2: XORs.
-        terms: planes.ENTROPY_TERMS.
+        copies: may be longer than the chunks; then they are filled up with zeros.
     """
 
-def examine(
+def encode_job(
     chunks: Place,
     bases: Place,
     copies: Place | None,
     sizes: Bytes,
     layouts: Bytes,
     mode: int,
-    terms: Column | None,
-    sampled: npt.NDArray[np.void],
-    seed: int,
+    terms: Column,
+    limits: Column,
     digests: Bytes,
     base_digests: Bytes,
-    copied: Bytes,
-) -> None:
-    """Hash chunks and their bases; copy and sample the chunks that differ from theirs.
-
-    Args:
-        sizes, layouts, mode, sampled: see `sample`; the rows of other chunks are left as they are.
-        terms: None: nothing is sampled.
-        digests, base_digests: (n, 16), filled; no digest is written for a missing base.
-        copied: (n,), filled: NOT_COPIED, COPIED, or CHANGED: the copy has another digest.
-    """
-
-def encode(
-    chunks: Place,
-    bases: Place,
-    sizes: Bytes,
-    layouts: Bytes,
-    mode: int,
-    digests: Bytes,
-    base_digests: Bytes,
-    kinds: Bytes,
-    how: Bytes,
-    most: Column,
-    entries: npt.NDArray[np.void],
+    copied: Column | None,
+    wanted: Column | None,
+    entries: Bytes,
+    starts: Column,
+    places: Column,
     out: Bytes,
-    scratch: Bytes,
-) -> None:
-    """Encode chunks, blob after blob, into `out`.
+    seed: int,
+    firsts: Column,
+    closed: bytearray | None,
+) -> _Job:
+    """Return a job that encodes chunks; or that examines them, and encodes those that differ from their bases.
+
+    If they are not examined, it reports spans with chunks that have no blob.
 
     Args:
+        copies: the chunks may change meanwhile: what is hashed and encoded are private copies, and those that were not
+            encoded are copied there.
+        sizes, layouts: (n,) of elements.
         mode: of deltas, 1: differences, 2: XORs.
-        kinds: (n, 8) of planes; see plane_kinds.py.
-        how: (n,) BY_REFERENCE, STORE_FULL, STORE_DELTA, SPARSE_OR_FULL or SPARSE_OR_DELTA.
-        most: (n,) int64, the most bytes of a sparse delta; a larger one is stored full, or in planes.
-        entries: (n,) blob.ENTRY, filled; length 0: the blob is not written.
+        terms: planes.ENTROPY_TERMS.
+        limits: (n,) int64, the most bytes of a delta; -1: no delta is wanted.
+        digests, base_digests: (n, 16); filled if chunks are examined, but not for a missing base.
+        copied: (n,) filled: 1 if a chunk was copied. None: the chunks are not examined.
+        wanted: (n,) uint8, the chunks to encode; 0 is written for chunks that equal their bases. None: all.
+        entries: (n,) blob.ENTRY, filled; length 0: there is no blob.
+        starts: (n,) int64, filled: where each blob begins in `out`.
+        places: (k + 1,) int64, where the blobs of each span may begin in `out`, and where the last ones must end.
     """
 
-def decode(
+def decode_job(
     stored: Bytes,
     offsets: Column,
     lengths: Column,
@@ -86,14 +73,34 @@ def decode(
     outs: Place,
     bases: Place,
     seed: int,
-    done: Bytes,
-    scratch: Bytes,
-) -> None:
-    """Rebuild chunks from their chains; see DecodeBatch.
+    done: Column,
+    reports_all: bool,
+    firsts: Column,
+    closed: bytearray | None,
+) -> _Job:
+    """Return a job that rebuilds chunks from their chains; see DecodeBatch. It reports spans with other chunks.
 
     Args:
         each: (m, 16) digests of the chunks of all blobs, which are verified too; None: only those of `digests` are.
         done: (n,), filled: 1 if a chunk is rebuilt and verified.
+        reports_all: report all spans.
+    """
+
+def run(job: Any, scratch: Bytes) -> int:
+    """Take spans of a job, one after the other; return the number of the first to report, or -1: no span is left.
+
+    Any number of threads may call it at the same time, each with scratch memory of its own.
+    """
+
+def spans_left(job: Any) -> int:
+    """Return how many spans no thread has taken yet; 0 if the memory is closed."""
+
+def choose(
+    chunk: Bytes, base: Bytes | None, size: int, layout: int, mode: int, limit: int, terms: Column
+) -> tuple[bool, bool, bool, int, bytes]:
+    """Return how to store a chunk: sparse, delta, left to the reference, most bytes of a sparse delta, kinds of planes.
+
+    Planes that do not exist have kind NOISE.
     """
 
 def checksum(data: Bytes) -> int:

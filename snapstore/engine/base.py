@@ -20,16 +20,22 @@ class Engine(Protocol):
 
     Attributes:
         digest_seed: the seed of its repository; it takes every digest with this seed.
-        decode_bytes: the most stored plus plain bytes that one batch to decode should have.
         depth, decode_depth: how many batches to encode, and to decode, may be in progress while the next is prepared.
-        readers: how many threads should read packs for it.
     """
 
     digest_seed: int
-    decode_bytes: int
     depth: int
     decode_depth: int
-    readers: int
+
+    @property
+    def decode_bytes(self) -> int:
+        """Return the most stored plus plain bytes that one batch to decode should have."""
+        ...
+
+    @property
+    def readers(self) -> int:
+        """Return how many threads should read packs for it."""
+        ...
 
     @property
     def batch_bytes(self) -> int:

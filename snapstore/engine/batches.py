@@ -63,6 +63,19 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeBlobs:
+    """Blobs of some chunks, made while they were examined, as columns."""
+
+    entries: npt.NDArray[np.void]  # (n,) blob.ENTRY without offsets; length 0: there is no blob
+    places: Chunks  # (n,) where the blobs lie
+    tried: Column  # (n,) bool; if there is no blob although it was tried, the reference must encode the chunk
+
+    def take(self, rows: Column | slice) -> MadeBlobs:
+        """Return these rows."""
+        return MadeBlobs(self.entries[rows], self.places.take(rows), self.tried[rows])
+
+
+@dataclass(frozen=True, slots=True)
 class Examination:
     """Chunks of a state to hash, and to compare with the chunks at the same places in a base, as columns."""
 
@@ -70,9 +83,10 @@ class Examination:
     element_sizes: Column  # (n,) 1, 2, 4 or 8
     layouts: Column  # (n,) planes.ROTATED for floats, else planes.BYTES
     bases: Chunks  # (n,) index -1: no base in memory
-    copies: Chunks | None = None  # (n,) where to copy chunks that differ from their bases; None: they are not copied
+    delta_limits: Column  # (n,) the most stored bytes that a delta may take; -1: no delta is wanted
+    wanted: Column  # (n,) bool, the chunks to encode at once if they differ from their bases and the engine can
+    copies: Chunks | None = None  # (n,) where to copy chunks that were not encoded; None: they are not copied
     xor: bool = False  # as in EncodeBatch
-    sample: bool = True  # False: they will be stored raw
 
     def take(self, rows: Column | slice) -> Examination:
         """Return these rows."""
@@ -81,16 +95,12 @@ class Examination:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The result of an Examination."""
+    """The result of an Examination. If copies were wanted, the digests and the blobs are those of copies."""
 
     digests: Bytes  # (n, 16) of the chunks
     base_digests: Bytes  # (n, 16); without a meaning if there is no base
-    copied: Column  # (n,) NOT_COPIED, COPIED, or CHANGED
-    sampled: npt.NDArray[np.void] | None = None  # (n,) for the engine that encodes the chunks
-
-
-#: No copy was made; a copy was made that has the digest; another thread changed the chunk meanwhile.
-NOT_COPIED, COPIED, CHANGED = range(3)
+    copied: Column  # (n,) 1 if there is a copy
+    made: MadeBlobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,7 @@ class EncodeBatch:
     delta_limits: Column  # (n,) the most stored bytes that a delta may take
     raw: bool = False  # True: the CPU engine stores chunks uncompressed, or as sparse deltas
     xor: bool = False  # True: deltas are XORs; False: differences
-    sampled: npt.NDArray[np.void] | None = None  # (n,) see Examined; rows that are not valid are sampled again
+    made: MadeBlobs | None = None  # blobs that are there already; the bytes of their chunks are not
 
     def take(self, rows: Column | slice) -> EncodeBatch:
         """Return these rows."""
@@ -117,7 +127,8 @@ def _taken(batch: Any, rows: Column | slice) -> list[Any]:
     """Return the fields of a batch for some rows."""
     columns = [getattr(batch, field.name) for field in fields(batch)]
     return [
-        c if c is None or isinstance(c, bool) else c.take(rows) if isinstance(c, Chunks) else c[rows] for c in columns
+        c if c is None or isinstance(c, bool) else c.take(rows) if isinstance(c, Chunks | MadeBlobs) else c[rows]
+        for c in columns
     ]
 
 

@@ -9,25 +9,23 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Bytes, Column, empty_pages, sums_before
 from ..errors import IntegrityError, InvalidInputError, SnapstoreError
 from ..format.blobs import blob, chain_decode, planes
-from ..format.blobs.codecs import sparse
 from ..format.blobs.pack import Encoded
-from ..format.blobs.plane_kinds import estimate_bytes
-from ..format.hashing import digest, keyed_checksum
-from ..format.manifests import delta_choice
 from ..state.values.arrays import Memory
-from ..threads import Threads
-from . import spans
+from ..threads import Pending, Threads
+from . import reference, spans
 from .batches import (
-    CHANGED,
-    COPIED,
     Chunks,
     DecodeBatch,
     DecodeJob,
@@ -36,14 +34,19 @@ from .batches import (
     EncodeJob,
     Examination,
     Examined,
+    MadeBlobs,
 )
 
 #: Copies of chunks begin at multiples of this [bytes].
 COPIED_ALIGNMENT = 64
 #: Plain bytes of a batch to encode: so many for each thread, within these limits.
 BATCH_BYTES_PER_THREAD, MIN_BATCH_BYTES, MAX_BATCH_BYTES = 4 * 1024 * 1024, 8 * 1024 * 1024, 64 * 1024 * 1024
-#: At most this many buffers of blobs are kept for reuse.
-MAX_FREE_BUFFERS = 64
+#: Stored plus plain bytes of a batch to decode, likewise.
+DECODE_BYTES_PER_THREAD, MIN_DECODE_BYTES, MAX_DECODE_BYTES = 8 * 1024 * 1024, 24 * 1024 * 1024, 128 * 1024 * 1024
+#: Reading from the page cache keeps one thread busy while so many others decode.
+DECODERS_PER_READER = 4
+#: Buffers of blobs are kept for reuse, up to the bytes of this many batches.
+FREE_BATCHES = 1
 #: More cores than any machine has.
 NO_QUOTA = 1 << 20
 
@@ -51,30 +54,110 @@ R = TypeVar("R")
 
 
 class HostEncoded:
-    """The blobs of a batch in host memory; see `pack.Encoded`."""
+    """Blobs in host memory; see `pack.Encoded`.
 
-    def __init__(self, blobs: Sequence[EncodedChunk], copies: spans.Copies | None = None) -> None:
-        self.blobs, self.copies = blobs, copies or spans.Copies()
-        self.buffers = list({id(b.buffer): b.buffer for b in blobs}.values())
-        offsets = np.zeros(len(blobs) + 1, np.int64)
-        np.cumsum([len(b.data) + -len(b.data) % blob.ALIGNMENT for b in blobs], out=offsets[1:])
-        self.entries = np.frombuffer(
-            b"".join(blob.entry(b.data, offset) for b, offset in zip(blobs, offsets[:-1].tolist(), strict=True)),
-            blob.ENTRY,
-        )
+    Args:
+        entries: (n,) blob.ENTRY; the offsets are set here.
+        places: (n,) where the blobs lie.
+        threads: they make the copies; None: the thread that calls makes them.
+        native: the extension, if it may be used.
+
+    Attributes:
+        buffers: the memory of the blobs, free for reuse once `are_copied`.
+    """
+
+    def __init__(
+        self, entries: npt.NDArray[np.void], places: Chunks, threads: Threads | None = None, native: Any = None
+    ) -> None:
+        lengths = entries["length"].astype(np.int64)
+        self._ends = sums_before(lengths + -lengths % blob.ALIGNMENT)
+        entries["offset"] = self._ends[:-1]
+        self.entries, self.buffers = entries, places.memories
+        self._places = Chunks(places.memories, places.which, places.starts, lengths)
+        self._threads, self._native = threads, native
+        self._copying: list[Pending[None]] = []
+
+    @staticmethod
+    def of(blobs: Sequence[EncodedChunk]) -> HostEncoded:
+        """Return these blobs."""
+        return HostEncoded(_entries(blobs), _places(blobs))
 
     def copy(self, first: int, last: int, out: Bytes) -> Callable[[], object]:
         """Begin to copy blobs into `out`."""
+        rows, ends = slice(first, last), self._ends[first : last + 1] - self._ends[first]
+        blobs, zeros = self._places.take(rows), np.zeros(last - first, np.int64)
+        copies = Chunks([out], zeros, ends[:-1], np.diff(ends))
+        if self._threads is None or out.size < spans.COPIED_AT_ONCE_BYTES:
+            _copy_padded(blobs, copies)
+            return _nothing_to_wait_for
+        if self._native is not None:
+            pending = spans.copy_job(self._native, blobs, copies, self._threads.count).start(self._threads)
+        else:
+            pending = self._threads.start(lambda _: _copy_padded(blobs, copies), [None])
+        self._copying.append(pending)
+        return pending
 
-        def copy() -> None:
-            at = 0
-            for b in self.blobs[first:last]:
-                end = at + len(b.data)
-                out[at:end] = np.frombuffer(b.data, np.uint8)
-                at = end + -end % blob.ALIGNMENT
-                out[end:at] = 0
+    def are_copied(self) -> bool:
+        """Return whether no copy reads the buffers any more."""
+        return all(copy.is_done() for copy in self._copying)
 
-        return self.copies.start(copy, out.size)
+
+def _nothing_to_wait_for() -> None:
+    """Return at once: the work is done."""
+
+
+def _copy_padded(chunks: Chunks, copies: Chunks) -> None:
+    """Copy chunks to longer places, and fill up with zeros."""
+    for chunk, copy in zip(chunks.views(), copies.views(), strict=True):
+        copy[: chunk.size] = chunk
+        copy[chunk.size :] = 0
+
+
+def _entries(blobs: Sequence[EncodedChunk]) -> npt.NDArray[np.void]:
+    """Return the entries of blobs, without offsets."""
+    return np.frombuffer(bytearray().join(blob.entry(b.data, 0) for b in blobs), blob.ENTRY)
+
+
+def _places(blobs: Sequence[EncodedChunk]) -> Chunks:
+    """Return where blobs lie: at the beginnings of their buffers."""
+    return Chunks.of([b.buffer if b.buffer.size >= len(b.data) else np.frombuffer(b.data, np.uint8) for b in blobs])
+
+
+def _filled(wait: Callable[[], object], result: R) -> Callable[[], R]:
+    """Return a call that waits, and returns what was filled meanwhile."""
+
+    def finish() -> R:
+        wait()
+        return result
+
+    return finish
+
+
+class _Errors:
+    """The errors of chunks, by row: the threads go on with other spans, and in the end the first one is raised."""
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, SnapstoreError] = {}
+
+    def act(self, row: int, act: Callable[[], object]) -> bool:
+        """Do something for a chunk; return whether it succeeds."""
+        try:
+            act()
+        except SnapstoreError as error:  # its traceback would keep the memory of the batch alive
+            error.__cause__ = error.__context__ = error.__traceback__ = None
+            self._by_row[row] = error
+            return False
+        return True
+
+    def raised_after(self, wait: Callable[[], object]) -> Callable[[], None]:
+        """Return a call that waits, and raises the error of the first chunk."""
+
+        def finish() -> None:
+            wait()
+            if self._by_row:
+                raise self._by_row[min(self._by_row)]
+
+        return finish
 
 
 class CpuEngine:
@@ -85,23 +168,30 @@ class CpuEngine:
     """
 
     batch_chunks = 1024
-    decode_bytes = 24 * 1024 * 1024
     depth = 1
     decode_depth = 1
-    readers = 1
 
     def __init__(self, digest_seed: int, threads: int | None = None) -> None:
         self.digest_seed = digest_seed
         self._native = spans.extension()
         self._threads = Threads(threads or default_threads())
-        self._free: deque[Bytes] = deque(maxlen=MAX_FREE_BUFFERS)
-        self._read: deque[HostEncoded | spans.SpanEncoded]  # recycled; copies may still read the buffers
-        self._read = deque(maxlen=MAX_FREE_BUFFERS)
+        self._free: deque[Bytes] = deque()  # buffers of blobs
+        self._read: deque[HostEncoded] = deque()  # recycled; copies may still read the buffers
 
     @property
     def batch_bytes(self) -> int:
         """Return the most plain bytes that one batch to encode should have."""
         return min(max(MIN_BATCH_BYTES, self._threads.count * BATCH_BYTES_PER_THREAD), MAX_BATCH_BYTES)
+
+    @property
+    def decode_bytes(self) -> int:
+        """Return the most stored plus plain bytes that one batch to decode should have."""
+        return min(max(MIN_DECODE_BYTES, self._threads.count * DECODE_BYTES_PER_THREAD), MAX_DECODE_BYTES)
+
+    @property
+    def readers(self) -> int:
+        """Return how many threads should read packs."""
+        return max(1, self._threads.count // DECODERS_PER_READER)
 
     @property
     def puts(self) -> int:
@@ -128,109 +218,154 @@ class CpuEngine:
     def start_digests(self, chunks: Chunks, copies: Chunks | None = None) -> Callable[[], Bytes]:
         """Begin to hash every chunk, (n, 16) XXH3-128; `copies`: where to copy it, index -1: nowhere."""
         out, seed = np.empty((len(chunks), 16), np.uint8), self.digest_seed
+        if self._native is not None:
+            job = spans.copy_job(self._native, chunks, copies, self._threads.count, seed=seed, digests=out)
+            return _filled(job.start(self._threads, chunks.gate), out)
 
         def hash_span(rows: slice) -> None:
-            own, others = chunks.take(rows), copies and copies.take(rows)
-            if self._native is not None:
-                spans.digests(self._native, own, others, seed, out[rows])
-                return
-            out[rows] = np.frombuffer(b"".join(digest(c, seed) for c in own.views()), np.uint8).reshape(-1, 16)
-            for chunk, copy in zip(own.views(), others.views() if others else (), strict=False):
-                copy[:] = chunk[: copy.size]  # none, if it has no place
+            reference.digests(chunks.take(rows), copies and copies.take(rows), seed, out[rows])
 
-        return self._start_spans(chunks, hash_span, out)
+        return _filled(self._start_spans(chunks, hash_span), out)
 
     def start_examine(self, given: Examination) -> Callable[[], Examined]:
-        """Begin to hash chunks, and to copy and sample them."""
-        found, chunks, seed = spans.nothing_found(len(given.chunks)), given.chunks, self.digest_seed
+        """Begin to hash chunks, and to copy them or to encode them at once."""
+        chunks, count = given.chunks, len(given.chunks)
+        found = Examined(np.zeros((count, 16), np.uint8), np.zeros((count, 16), np.uint8), np.zeros(count, np.uint8))
+        if self._native is not None:
+            job, made = spans.examine_job(
+                self._native, given, found, self._buffer, self.digest_seed, self._threads.count
+            )
+            return _filled(job.start(self._threads, chunks.gate), replace(found, made=made))
 
         def examine_span(rows: slice) -> None:
-            if self._native is not None:
-                spans.examine(self._native, given, seed, found, rows)
-            else:
-                _examine(given.take(rows), seed, *(c[rows] for c in (found.digests, found.base_digests, found.copied)))
+            reference.examine(given.take(rows), self.digest_seed, found.digests[rows], found.base_digests[rows])
+            found.copied[rows] = given.copies is not None
 
-        return self._start_spans(chunks, examine_span, found)
+        return _filled(self._start_spans(chunks, examine_span), found)
 
-    def _start_spans(self, chunks: Chunks, act: Callable[[slice], None], filled: R) -> Callable[[], R]:
-        """Begin to handle spans of chunks on the threads, while their memory may be used, and fill a result."""
+    def _start_spans(self, chunks: Chunks, act: Callable[[slice], None]) -> Pending[None]:
+        """Begin to handle spans of chunks on the threads, while their memory may be used."""
         if chunks.gate is not None:
             act = chunks.gate.guarded(act)
-        wait = self._threads.start(act, spans.cut(chunks.lengths, self._threads.count))
-
-        def finish() -> R:
-            wait()
-            return filled
-
-        return finish
+        return self._threads.start(act, _slices(spans.cut(chunks.lengths, self._threads.count)))
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch on the threads."""
-        if self._native is not None and not batch.raw:
-            choice = None if batch.sampled is None else spans.choose(self._native, batch)
-            rows = spans.cut(batch.chunks.lengths, self._threads.count)
-            return self._threads.start(lambda span: self._encode_span(batch, span, choice), rows)
-        jobs = _encode_jobs(batch)
-        encode = store_chunk if batch.raw else encode_chunk
+        made, native = batch.made, self._native
+        if not len(batch.chunks) and made is None:
+            return lambda: []
+        is_done = np.zeros(len(batch.chunks), bool) if made is None else made.entries["length"] > 0
+        by_reference = is_done if made is None else made.tried
+        if native is None or batch.raw:
+            by_reference = ~is_done
+        parts: list[tuple[Column, Callable[[], MadeBlobs]]] = []
+        if made is not None:  # even if it has no blobs: then its buffers are recycled
+            ready = made.take(is_done)
+            parts.append((is_done, lambda: ready))
+        for rows, start in ((by_reference & ~is_done, self._start_reference), (~is_done & ~by_reference, self._start)):
+            if rows.any():
+                parts.append((rows, start(batch if rows.all() else batch.take(rows))))
+
+        def finish() -> Sequence[Encoded]:
+            entries, number = np.zeros(len(batch.chunks), blob.ENTRY), np.empty(len(batch.chunks), np.int64)
+            places: Chunks | None = None
+            for rows, wait in parts:
+                part = wait()
+                entries[rows], at = part.entries, 0 if places is None else len(places)
+                number[rows] = at + np.arange(len(part.places))
+                places = part.places if places is None else places.joined(part.places)
+            assert places is not None
+            return [HostEncoded(entries, places.take(number), self._threads, native)]
+
+        return finish
+
+    def _start(self, batch: EncodeBatch) -> Callable[[], MadeBlobs]:
+        """Begin to encode chunks by the extension, and those that it declines by the reference."""
+        job, made = spans.encode_job(self._native, batch, self._buffer, self._threads.count)
+        others: dict[int, EncodedChunk] = {}
+
+        def encode_others(first: int, last: int) -> None:
+            rows = first + np.flatnonzero(made.entries["length"][first:last] == 0)
+            for row, given in zip(rows.tolist(), reference.encode_jobs(batch.take(rows)), strict=True):
+                with planes.scratch.borrowed():
+                    others[row] = reference.encode_chunk(given, self._buffer_for(given))
+
+        wait = job.start(self._threads, look=encode_others)
+
+        def finish() -> MadeBlobs:
+            wait()
+            if not others:
+                return made
+            rows, blobs = np.array(list(others)), list(others.values())
+            made.entries[rows] = _entries(blobs)
+            number = np.arange(len(made.entries))
+            number[rows] = len(number) + np.arange(len(rows))
+            return MadeBlobs(made.entries, made.places.joined(_places(blobs)).take(number), made.tried)
+
+        return finish
+
+    def _start_reference(self, batch: EncodeBatch) -> Callable[[], MadeBlobs]:
+        """Begin to encode chunks one by one, in NumPy."""
+        encode = reference.store_chunk if batch.raw else reference.encode_chunk
 
         def encode_job(job: EncodeJob) -> EncodedChunk:
             with planes.scratch.borrowed():
                 return encode(job, self._buffer_for(job))
 
-        encoded = self._threads.start(encode_job, jobs)
-        return lambda: [HostEncoded(encoded(), spans.Copies(self._threads))]
+        wait = self._threads.start(encode_job, reference.encode_jobs(batch))
 
-    def _encode_span(self, whole: EncodeBatch, rows: slice, choice: spans.Choice | None) -> Encoded:
-        """Encode rows of a batch in this thread: by the extension, then the others by the reference."""
-        batch, copies = whole.take(rows), spans.Copies(self._threads)
-        chosen = choice and choice.take(rows)
-        with planes.scratch.borrowed():
-            made = spans.encode(self._native, batch, chosen, self._buffer, copies)
-            others = np.flatnonzero(made.entries["length"] == 0)
-            if not len(others):
-                return made
-            others_made = [encode_chunk(job, self._buffer_for(job)) for job in _encode_jobs(batch.take(others))]
-        found = dict(zip(others.tolist(), others_made, strict=True))
-        return HostEncoded([found.get(row) or made.chunk(row) for row in range(len(made.entries))], copies)
+        def finish() -> MadeBlobs:
+            blobs = wait()
+            return MadeBlobs(_entries(blobs), _places(blobs), np.ones(len(blobs), bool))
+
+        return finish
 
     def _buffer_for(self, job: EncodeJob) -> Bytes:
         return self._buffer(blob.bound(job.chunk.size, job.element_size))
 
     def _buffer(self, needed: int) -> Bytes:
-        """Return the oldest free buffer, or a new one.
-
-        If the oldest buffer is too small, or more than twice as large as needed, it is dropped.
-        """
+        """Return a free buffer that is large enough and at most twice as large as needed, or a new one."""
         with suppress(IndexError):
             for _ in range(len(self._read)):
                 read = self._read.popleft()
-                if read.copies.are_done():
+                if read.are_copied():
                     self._free.extend(read.buffers)
                 else:
                     self._read.append(read)
+            while sum(buffer.size for buffer in list(self._free)) > FREE_BATCHES * self.batch_bytes:
+                self._free.popleft()
         with suppress(IndexError):
-            buffer = self._free.popleft()
-            if needed <= buffer.size <= 2 * needed:
-                return buffer
+            for _ in range(len(self._free)):
+                buffer = self._free.popleft()
+                if needed <= buffer.size <= 2 * needed:
+                    return buffer
+                self._free.append(buffer)
         return np.empty(needed, np.uint8)
 
     def recycle(self, encoded: Sequence[Encoded]) -> None:
         """Take back the memory of blobs once their copies are complete."""
-        self._read.extend(e for e in encoded if isinstance(e, HostEncoded | spans.SpanEncoded))
+        self._read.extend(e for e in encoded if isinstance(e, HostEncoded))
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch on the threads."""
-        if self._native is not None:
-            rows = spans.cut(batch.outs.lengths, self._threads.count)
-            return self._threads.start(batch.gate.guarded(lambda span: self._decode_span(batch, span)), rows)
-        return self._threads.start(batch.gate.guarded(self._decode_chunk), _decode_jobs(batch))
+        if self._native is None:
+            return self._threads.start(batch.gate.guarded(self._decode_chunk), reference.decode_jobs(batch))
+        done, errors = np.zeros(len(batch.counts), np.uint8), _Errors()
 
-    def _decode_span(self, batch: DecodeBatch, rows: slice) -> None:
-        """Rebuild the chunks of some rows: by the extension, then the other rows by the reference."""
-        with planes.scratch.borrowed():
-            others = spans.decode(self._native, batch, rows, self.digest_seed)
-        for job in _decode_jobs(batch, others.tolist()) if len(others) else ():
-            self._decode_chunk(job)
+        def decode_others(first: int, last: int) -> None:
+            rows = (first + np.flatnonzero(done[first:last] == 0)).tolist()
+            for row, job in zip(rows, reference.decode_jobs(batch, rows), strict=True):
+                if not errors.act(row, partial(self._decode_chunk, job)):
+                    return
+
+        job = spans.decode_job(self._native, batch, done, self.digest_seed, self._threads.count)
+        wait = job.start(self._threads, batch.gate, decode_others)
+
+        def help_and_wait() -> None:  # the threads may have a long batch to do before this one
+            batch.gate.guarded(job.run)(decode_others)
+            wait()
+
+        return errors.raised_after(help_and_wait)
 
     def _decode_chunk(self, job: DecodeJob) -> None:
         with planes.scratch.borrowed():
@@ -281,54 +416,49 @@ class ProvingEngine(CpuEngine):
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch whose last blobs are all full."""
-        firsts, rows = sums_before(batch.counts), spans.cut(batch.outs.lengths, self._threads.count)
+        firsts = sums_before(batch.counts)
         own = slice(self._at, self._at + int(firsts[-1]))
         self._at = own.stop
         digests, checksums, proven = self._digests[own], self._checksums[own], batch.counts.copy()
+        done, errors = np.zeros(len(batch.counts), np.uint8), _Errors()
 
-        errors: dict[int, SnapstoreError] = {}  # by row
+        def prove(row: int, job: DecodeJob, other_read: str | None) -> None:
+            if other_read is not None:
+                raise IntegrityError(f"{other_read}: two reads return different bytes")
+            each = [d.tobytes() for d in digests[firsts[row] : firsts[row + 1]]]
+            with planes.scratch.borrowed():
+                proven[row] = chain_decode.prove_chain(job.blobs, job.wheres, each, job.out, seed=self.digest_seed)
 
-        def prove_span(span: slice) -> None:
-            others = np.arange(span.start, span.stop)
-            if self._native is not None:
-                with planes.scratch.borrowed():
-                    others = spans.decode(self._native, batch, span, self.digest_seed, digests)
-            unequal = _unequal(batch, firsts, span, checksums)
-            rest = sorted({*others.tolist(), *unequal})
-            for row, job in zip(rest, _decode_jobs(batch, rest) if rest else (), strict=True):
-                each = [d.tobytes() for d in digests[firsts[row] : firsts[row + 1]]]
-                try:
-                    if row in unequal:
-                        raise IntegrityError(f"{unequal[row]}: two reads return different bytes")
-                    with planes.scratch.borrowed():
-                        proven[row] = chain_decode.prove_chain(
-                            job.blobs, job.wheres, each, job.out, seed=self.digest_seed
-                        )
-                except SnapstoreError as error:  # its traceback would keep the memory of the batch alive
-                    error.__cause__ = error.__context__ = error.__traceback__ = None
-                    errors[row] = error
+        def prove_others(first: int, last: int) -> None:
+            unequal = reference.unequal(batch, firsts, slice(first, last), checksums)
+            rest = sorted({*(first + np.flatnonzero(done[first:last] == 0)).tolist(), *unequal})
+            for row, job in zip(rest, reference.decode_jobs(batch, rest) if rest else (), strict=True):
+                if not errors.act(row, partial(prove, row, job, unequal.get(row))):
                     return
 
-        wait = self._threads.start(batch.gate.guarded(prove_span), rows)
+        if self._native is not None:
+            count, seed = self._threads.count, self.digest_seed
+            job = spans.decode_job(self._native, batch, done, seed, count, each=digests, reports_all=True)
+            wait = job.start(self._threads, batch.gate, prove_others)
+        else:
+
+            def prove_span(rows: slice) -> None:
+                prove_others(rows.start, rows.stop)
+
+            spans_ = _slices(spans.cut(batch.outs.lengths, self._threads.count))
+            wait = self._threads.start(batch.gate.guarded(prove_span), spans_)
+        wait_all = errors.raised_after(wait)
 
         def finish() -> None:
-            wait()
-            if errors:
-                raise errors[min(errors)]
+            wait_all()
             self.proven.extend(proven.tolist())
 
         return finish
 
 
-def _unequal(batch: DecodeBatch, firsts: Column, rows: slice, checksums: Column) -> dict[int, str]:
-    """Return the rows with a blob of another checksum than is known, and the blob's name."""
-    found: dict[int, str] = {}
-    stored, offsets, lengths = batch.stored.data, batch.offsets.tolist(), batch.lengths.tolist()
-    for row in range(rows.start, rows.stop):
-        for i in range(int(firsts[row]), int(firsts[row + 1])):
-            if checksums[i] and keyed_checksum(stored[offsets[i] : offsets[i] + lengths[i]]) != checksums[i]:
-                found.setdefault(row, batch.where(i))
-    return found
+def _slices(firsts: Column) -> list[slice]:
+    """Return spans as slices; see `spans.cut`."""
+    return [slice(first, last) for first, last in pairwise(firsts.tolist())]
 
 
 def default_threads() -> int:
@@ -378,105 +508,3 @@ def _quota(folder: Path, *, is_v2: bool) -> int:
         return NO_QUOTA if quota == "max" or int(quota) <= 0 else max(1, -(-int(quota) // int(period)))
     except (OSError, ValueError, ZeroDivisionError):
         return NO_QUOTA
-
-
-def _examine(given: Examination, seed: int, digests: Bytes, base_digests: Bytes, copied: Column) -> None:
-    """Hash chunks and their bases, and copy the chunks that differ from theirs."""
-    copies = given.copies.views() if given.copies is not None else None
-    for i, (chunk, base) in enumerate(zip(given.chunks.views(), given.bases.views(), strict=True)):
-        found = digest(chunk, seed)
-        digests[i] = np.frombuffer(found, np.uint8)
-        if given.bases.which[i] >= 0:
-            base_digests[i] = np.frombuffer(digest(base, seed), np.uint8)
-        if copies is not None and not (given.bases.which[i] >= 0 and (digests[i] == base_digests[i]).all()):
-            copies[i][:] = chunk
-            copied[i] = COPIED if digest(copies[i], seed) == found else CHANGED
-
-
-def _encode_jobs(batch: EncodeBatch) -> list[EncodeJob]:
-    columns = (batch.element_sizes, batch.layouts, batch.bases.which, batch.delta_limits)
-    chunks = zip(batch.chunks.views(), batch.digests, batch.bases.views(), batch.base_digests, strict=True)
-    return [
-        EncodeJob(chunk, chunk_digest.tobytes(), size, layout)
-        if which < 0
-        else EncodeJob(chunk, chunk_digest.tobytes(), size, layout, base, base_digest.tobytes(), limit, batch.xor)
-        for (chunk, chunk_digest, base, base_digest), size, layout, which, limit in zip(
-            chunks, *(column.tolist() for column in columns), strict=True
-        )
-    ]
-
-
-def _decode_jobs(batch: DecodeBatch, rows: Sequence[int] | None = None) -> list[DecodeJob]:
-    """Return the jobs of some rows; None: of all."""
-    stored, firsts = batch.stored.data, sums_before(batch.counts).tolist()
-    offsets, lengths = batch.offsets, batch.lengths
-    chosen = np.arange(len(batch.counts)) if rows is None else np.array(rows, np.int64)
-    bases: list[Bytes | None] = [None] * len(chosen)
-    if batch.bases is not None:
-        some = batch.bases.take(chosen)
-        bases = [view if which >= 0 else None for view, which in zip(some.views(), some.which, strict=True)]
-    jobs = []
-    for row, out, base in zip(chosen.tolist(), batch.outs.take(chosen).views(), bases, strict=True):
-        span = slice(firsts[row], firsts[row + 1])
-        places = zip(offsets[span].tolist(), lengths[span].tolist(), strict=True)
-        blobs = [stored[offset : offset + length] for offset, length in places]
-        wheres = [batch.where(i) for i in range(firsts[row], firsts[row + 1])]
-        jobs.append(DecodeJob(blobs, wheres, batch.digests[row].tobytes(), out, base))
-    return jobs
-
-
-def encode_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
-    """Encode one chunk into `out` (see `blob.bound`): full, as a delta in planes, or as a sparse delta; or as an XOR.
-
-    The sizes of planes are estimated from sampled histograms. A sparse delta is tried if few enough elements changed,
-    and stored if it is smaller than the planes. No delta is stored that takes more than `job.delta_limit`.
-    """
-    of_chunk = _statistics(job.chunk, job.element_size, job.layout)
-    source, base, chosen = job.chunk, None, of_chunk
-    if job.base is not None:
-        difference = planes.scratch.room("difference", job.chunk.size)
-        if job.xor:
-            np.bitwise_xor(job.chunk, job.base, out=difference)
-        else:
-            planes.difference(job.chunk, job.base, job.element_size, difference)
-        of_difference = _statistics(difference, job.element_size, job.layout if job.xor else planes.BYTES)
-        plane_bytes = job.chunk.size // job.element_size
-        full_bytes = estimate_bytes(of_chunk.bits.tolist(), plane_bytes)
-        delta_bytes = estimate_bytes(of_difference.bits.tolist(), plane_bytes)
-        changed = int(np.count_nonzero(difference.view(f"u{job.element_size}")))
-        if not job.xor and sparse.worth_trying(changed, plane_bytes):
-            digests = (job.digest, job.base_digest)
-            few = changed <= delta_choice.FEW_CHANGED_SHARE * plane_bytes
-            most = min(full_bytes, delta_bytes * (delta_choice.FEW_CHANGED_EXCESS if few else 1)) + blob.HEADER.size
-            data = blob.encode_sparse(difference, job.base, job.element_size, job.layout, digests, most, out)
-            if data is not None and delta_choice.pays(len(data), full_bytes, job.delta_limit):
-                return EncodedChunk(data, True, out)
-        if delta_choice.pays(delta_bytes, full_bytes, job.delta_limit):
-            source, base, chosen = difference, job.base_digest, of_difference
-    data = blob.encode(source, job.element_size, job.layout, chosen, (job.digest, base), out, xor=job.xor)
-    if base is not None and len(data) > job.delta_limit:  # the estimate was too low
-        data, base = blob.encode(job.chunk, job.element_size, job.layout, of_chunk, (job.digest, None), out), None
-    return EncodedChunk(data, base is not None, out)
-
-
-def store_chunk(job: EncodeJob, out: Bytes) -> EncodedChunk:
-    """Store one chunk in `out` (see `blob.bound`): as a sparse delta if that pays, else as one raw plane."""
-    if job.base is not None and not job.xor:
-        difference = planes.scratch.room("difference", job.chunk.size)
-        planes.difference(job.chunk, job.base, job.element_size, difference)
-        elements = job.chunk.size // job.element_size
-        if sparse.worth_trying(int(np.count_nonzero(difference.view(f"u{job.element_size}"))), elements):
-            digests = (job.digest, job.base_digest)
-            most = job.chunk.size
-            data = blob.encode_sparse(difference, job.base, job.element_size, job.layout, digests, most, out)
-            if data is not None and delta_choice.pays(len(data), most, job.delta_limit):
-                return EncodedChunk(data, True, out)
-    return EncodedChunk(blob.encode(job.chunk, 1, planes.BYTES, _NOISE, (job.digest, None), out), False, out)
-
-
-#: The statistics of a plane that is stored raw.
-_NOISE = planes.Statistics(np.array([8.0]), np.array([0.0]))
-
-
-def _statistics(source: Bytes, element_size: int, layout: int) -> planes.Statistics:
-    return planes.statistics(planes.histograms(planes.sample(source, element_size, layout)))

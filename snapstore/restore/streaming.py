@@ -28,6 +28,9 @@ from .overlaps import Overlap, dim_orders_of
 from .pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
 from .sources import SHARED_ONLY, AsRank, PartSources
 
+#: Tensors that are read together have at most this many bytes, or are one.
+GROUP_BYTES = 24 * 1024 * 1024
+
 Named = tuple[str, Slot]
 
 
@@ -174,7 +177,7 @@ class TensorReader:
         size = 0
         for named in sources:
             nbytes = self._opened.spec(named[0][1]).nbytes
-            if group and size + nbytes > self._context.engines.cpu.decode_bytes:
+            if group and size + nbytes > min(self._context.engines.cpu.decode_bytes, GROUP_BYTES):
                 yield group
                 group, size = [], 0
             group, size = group + named, size + nbytes

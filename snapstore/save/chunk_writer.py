@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from ..chunks.uploader import PackUploader
 from ..chunks.verify import Verifier
 from ..context import Context
 from ..engine.base import Engine
-from ..engine.batches import COPIED, NOT_COPIED, Chunks, EncodeBatch, Examination, Examined
+from ..engine.batches import Chunks, EncodeBatch, Examination, Examined, MadeBlobs
 from ..errors import DAMAGE, CapabilityError, InvalidInputError, StorageError
 from ..format.blobs import blob, planes
 from ..format.blobs.pack import Encoded
@@ -42,6 +42,9 @@ from .known_chunks import AnySession, Bases, BoxPlace, place_of
 #: VERIFY_ONE_IN * k blobs of a save it takes k neighbours together, for each k of VERIFIED_TOGETHER: for a device, to
 #: decode several blobs costs the host as much time as to decode one. They have at most VERIFIED_BYTES.
 VERIFY_ONE_IN, VERIFIED_TOGETHER, VERIFIED_BYTES = 64, (4, 16), 16 * 1024 * 1024
+
+
+R = TypeVar("R")
 
 
 class BaseDamagedError(Exception):
@@ -85,7 +88,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Hashing:
+class _ExaminedBatch:
     """A batch that is being examined."""
 
     engine: Engine
@@ -97,18 +100,13 @@ class _Hashing:
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingBatch:
+class _EncodingBatch:
     """A batch whose new chunks are being encoded."""
 
-    engine: Engine
-    runs: Sequence[_ChunkRange]
+    examined: _ExaminedBatch
     rows: Rows
     new: Column  # (k,) the rows of the new chunks
-    run_of: Column  # (k,) the run of each
-    candidates: Column  # (k,)
-    chunks: Chunks  # (n,) all chunks, in the memory of the input; if that is the caller's, `batch` has copies
     same: Column  # (n,) whether the base in memory has the bytes of the chunk already
-    copies: Bytes | None  # the memory of copies
     batch: EncodeBatch
     wait: Callable[[], Sequence[Encoded]]
 
@@ -141,12 +139,12 @@ def _cuts_of(
     return place, *columns
 
 
-def _waited(batch: _Hashing | _PendingBatch) -> Any:
+def _waited(wait: Callable[[], R], runs: Sequence[_ChunkRange]) -> R:
     """Wait for a batch; if an engine finds memory gone, name the tensor that was changed."""
     try:
-        return batch.wait()
+        return wait()
     except InvalidInputError:
-        for run in batch.runs:
+        for run in runs:
             run.tensor.confirm()
         raise
 
@@ -179,9 +177,9 @@ class ChunkWriter:
         self._size_bytes = self._count = 0
         self._stores_raw = context.engines.stores_raw(context.store)
         self._engine: Engine = context.engines.cpu
-        self._hashing: deque[_Hashing] = deque()
-        self._encoding: deque[_PendingBatch] = deque()
-        self._keeping: deque[tuple[_PendingBatch, Column, Callable[[], Bytes]]] = deque()
+        self._examining: deque[_ExaminedBatch] = deque()
+        self._encoding: deque[_EncodingBatch] = deque()
+        self._keeping: deque[tuple[_EncodingBatch, Column, Callable[[], Bytes]]] = deque()
         self._gate = Gate()  # of the memory of the inputs
         self._copies: list[Bytes] = []  # memory for copies of the caller's chunks, of batches that are done
         self._verifier = Verifier("what was saved", "nothing was committed; save again")
@@ -193,7 +191,7 @@ class ChunkWriter:
     def __exit__(self, *exc: object) -> None:
         """End the threads; then nothing reads the caller's memory any more."""
         self._gate.close()
-        begun: list[Callable[[], object]] = [h.wait for h in self._hashing]
+        begun: list[Callable[[], object]] = [h.wait for h in self._examining]
         begun += [*(e.wait for e in self._encoding), *(wait for _, _, wait in self._keeping)]
         for wait in begun:
             with suppress(Exception):
@@ -293,20 +291,36 @@ class ChunkWriter:
         for run in runs:
             run.tensor.confirm()  # before it is read: memory that was moved elsewhere is gone
         chunks = engine.load(Chunks([run.data for run in runs], which, starts, lengths, self._gate))
-        candidates = self._candidates(runs)
-        has_base = np.array([run.base is not None for run in runs])[which]
+        found, candidates = self._candidates(runs)
+        in_memory = (found >= 0) & (not self._full) & np.array([run.base is not None for run in runs])[which]
         memories = [run.base if run.base is not None else run.data for run in runs]
-        bases = engine.load(Chunks(memories, np.where((candidates >= 0) & has_base, which, -1), starts, lengths))
+        layouts = [planes.ROTATED if run.tensor.spec.is_float else planes.BYTES for run in runs]
+        wanted = self._encoded_at_once(found, candidates, in_memory)
         given = Examination(
             chunks,
             np.array([run.tensor.spec.element_size for run in runs], np.uint8)[which],
-            np.array([planes.ROTATED if run.tensor.spec.is_float else planes.BYTES for run in runs], np.uint8)[which],
-            bases,
+            np.array(layouts, np.uint8)[which],
+            engine.load(Chunks(memories, np.where(in_memory, which, -1), starts, lengths)),
+            np.where(candidates >= 0, self._delta_limits(candidates), -1),
+            wanted & (np.array(layouts) == planes.ROTATED)[which],  # of others, the reference encodes most
             self._room_for_copies(runs, lengths),
             xor=self._context.options.delta == "xor",
-            sample=not self._stores_raw,
         )
-        self._hashing.append(_Hashing(engine, runs, which, candidates, given, engine.start_examine(given)))
+        self._examining.append(_ExaminedBatch(engine, runs, which, candidates, given, engine.start_examine(given)))
+
+    def _encoded_at_once(self, found: Column, candidates: Column, in_memory: Column) -> Column:
+        """Return which chunks may be encoded before they are looked up: those that are likely new."""
+        if self._stores_raw:
+            return np.zeros(len(found), bool)
+        if not len(self.bases.table):
+            return np.ones(len(found), bool)
+        wanted: Column = in_memory & ((candidates < 0) | (candidates == found))
+        return wanted
+
+    def _delta_limits(self, candidates: Column) -> Column:
+        if not len(self.bases.table):
+            return np.zeros(len(candidates), np.int64)
+        return self.bases.costs.delta_limits(np.maximum(candidates, 0), self._context.options.restore_cost)
 
     def _room_for_copies(self, runs: Sequence[_ChunkRange], lengths: Column) -> Chunks | None:
         """Return memory for copies of chunks in the caller's memory; None if no copies are needed."""
@@ -316,9 +330,9 @@ class ChunkWriter:
 
     def _advance(self, hashing: int = 1) -> None:
         """Begin to encode the oldest batches, until `hashing` are left; pack batches that were encoded meanwhile."""
-        while len(self._hashing) > hashing:
+        while len(self._examining) > hashing:
             self._encode()
-            depth = self._encoding[-1].engine.depth
+            depth = self._encoding[-1].examined.engine.depth
             while len(self._encoding) > depth:
                 self._drain()
 
@@ -333,9 +347,9 @@ class ChunkWriter:
 
     def _encode(self) -> None:
         """Look up the chunks of the oldest hashed batch, and begin to encode the new ones."""
-        batch = self._hashing[0]
-        found: Examined = _waited(batch)
-        self._hashing.popleft()
+        batch = self._examining[0]
+        found = _waited(batch.wait, batch.runs)
+        self._examining.popleft()
         digests, given = found.digests, batch.given
         count, lengths = len(given.chunks), given.chunks.lengths
         known = self.bases.find(digests)
@@ -348,30 +362,14 @@ class ChunkWriter:
         rows = Rows(digests, lengths, sources, known, np.full((count, 4), -1, np.int64))
         self._rows_begun += count
         self.done.append(rows)
-        chunks = self._copies_of(batch, found, new)
         same = (given.bases.which >= 0) & (found.base_digests == digests).all(axis=1)
-        encode = self._batch(batch, found, new, chunks)
-        encoding = batch.engine.start_encode(encode)
-        self._encoding.append(
-            _PendingBatch(
-                batch.engine,
-                batch.runs,
-                rows,
-                new,
-                batch.which[new],
-                batch.candidates[new],
-                given.chunks,
-                same,
-                None if given.copies is None else given.copies.memories[0],
-                encode,
-                encoding,
-            )
-        )
+        encode = self._batch(batch, found, new)
+        self._encoding.append(_EncodingBatch(batch, rows, new, same, encode, batch.engine.start_encode(encode)))
 
-    def _copies_of(self, batch: _Hashing, found: Examined, new: Column) -> Chunks:
+    def _copies_of(self, batch: _ExaminedBatch, found: Examined, new: Column, made: MadeBlobs | None) -> Chunks:
         """Return the new chunks in memory that nobody changes: only these are encoded.
 
-        So no chunk is stored under a digest that it does not have.
+        So no chunk is stored under a digest that it does not have. A chunk that has a blob already need not be there.
 
         Raises:
             InvalidInputError: a chunk was changed while it was copied.
@@ -379,60 +377,63 @@ class ChunkWriter:
         given = batch.given.chunks.take(new)
         if batch.runs[0].tensor.copy is not None or not len(new):
             return given
-        if batch.given.copies is not None and (found.copied[new] != NOT_COPIED).all():
-            self._require(batch, batch.which[new], found.copied[new] == COPIED)
+        has_blob = np.zeros(len(new), bool) if made is None else made.entries["length"] > 0
+        if batch.given.copies is not None and (has_blob | (found.copied[new] > 0)).all():
             return batch.given.copies.take(new)
         copies = batch.engine.load(given, copy=True)
         same = (batch.engine.start_digests(copies)() == found.digests[new]).all(axis=1)
         self._require(batch, batch.which[new], same)
         return copies
 
-    def _candidates(self, runs: Sequence[_ChunkRange]) -> Column:
-        """Return for each chunk the row of the chunk at its place in a base if a delta to it is allowed, else -1."""
+    def _candidates(self, runs: Sequence[_ChunkRange]) -> tuple[Column, Column]:
+        """Return the row of the chunk at each chunk's place in a base, and the row of the base that a delta may have.
+
+        Both are -1 for none. They differ where a skip is due.
+        """
         found = np.concatenate([run.candidates for run in runs])
         if self._full or not len(self.bases.table) or not (found >= 0).any():
-            return np.full(len(found), -1, np.int64)
+            return found, np.full(len(found), -1, np.int64)
         rows, bases = np.maximum(found, 0), self.bases
         skips = np.where(found >= 0, bases.skips[rows], -1)
         allowed = (found >= 0) & bases.usable[rows]
         numbers = np.concatenate([run.numbers for run in runs])
         allowed &= bases.costs.may_grow(rows, self._context.options.restore_cost, bases.generation, numbers)
-        return np.where((skips >= 0) & bases.usable[skips], skips, np.where(allowed, rows, -1))
+        return found, np.where((skips >= 0) & bases.usable[skips], skips, np.where(allowed, rows, -1))
 
-    def _batch(self, batch: _Hashing, found: Examined, new: Column, chunks: Chunks) -> EncodeBatch:
+    def _batch(self, batch: _ExaminedBatch, found: Examined, new: Column) -> EncodeBatch:
         """Return the new chunks as a batch to encode, each with the bytes of its candidate base if it has one."""
-        bases, is_cached = self._base_bytes(batch, found, new)
-        taken = np.maximum(batch.candidates[new], 0)
-        has, costs, restore_cost = len(self.bases.table) > 0, self.bases.costs, self._context.options.restore_cost
-        sampled = None if found.sampled is None else found.sampled[new]
-        if sampled is not None:
-            sampled["is_valid"] &= is_cached | (bases.which < 0)  # the others were not compared with this base
+        given, candidates = batch.given, batch.candidates[new]
+        base_digests = np.zeros((len(new), 16), np.uint8)
+        if len(self.bases.table):
+            base_digests = self.bases.table.digests[np.maximum(candidates, 0)]
+        is_expected = (candidates >= 0) & (found.base_digests[new] == base_digests).all(axis=1)
+        made = None if found.made is None else found.made.take(new)
+        if made is not None:  # if the memory of a base is damaged, its deltas are of no use
+            is_wrong = (made.entries["transform"] != blob.FULL) & ~is_expected
+            made.entries["length"][is_wrong], made.tried[is_wrong] = 0, False
+        chunks = self._copies_of(batch, found, new, made)
+        bases = self._base_bytes(batch, new, is_expected, made)
+        limits = np.maximum(given.delta_limits[new], 0)
+        sizes, layouts = given.element_sizes[new], given.layouts[new]
+        raw, xor = self._stores_raw, given.xor
         return EncodeBatch(
-            chunks,
-            found.digests[new],
-            batch.given.element_sizes[new],
-            batch.given.layouts[new],
-            bases,
-            self.bases.table.digests[taken] if has else np.zeros((len(new), 16), np.uint8),
-            costs.delta_limits(taken, restore_cost) if has else np.zeros(len(new), np.int64),
-            raw=self._stores_raw,
-            xor=batch.given.xor,
-            sampled=sampled,
+            chunks, found.digests[new], sizes, layouts, bases, base_digests, limits, raw=raw, xor=xor, made=made
         )
 
-    def _base_bytes(self, batch: _Hashing, found: Examined, new: Column) -> tuple[Chunks, Column]:
+    def _base_bytes(self, batch: _ExaminedBatch, new: Column, is_expected: Column, made: MadeBlobs | None) -> Chunks:
         """Return the bytes of the new chunks' candidate bases, verified: from memory, else from the store.
 
-        Returns:
-            Also which of them were in memory, (k,) bool.
+        Args:
+            is_expected: (k,) bool, whether the base in memory, if there is one, has the digest of the candidate.
+            made: chunks that have a blob need no other base.
         """
         cached, candidates = batch.given.bases.take(new), batch.candidates[new]
-        is_cached = cached.which >= 0
-        if is_cached.any():
-            is_cached &= (found.base_digests[new] == self.bases.table.digests[np.maximum(candidates, 0)]).all(axis=1)
+        is_cached = (cached.which >= 0) & is_expected
         memories = list(cached.memories)
         which, starts, lengths = np.where(is_cached, cached.which, -1), cached.starts.copy(), cached.lengths
         missing = (candidates >= 0) & ~is_cached
+        if made is not None:
+            missing &= made.entries["length"] == 0
         for rows in (missing & (candidates < self.bases.count), missing & (candidates >= self.bases.count)):
             if not rows.any():
                 continue
@@ -451,29 +452,29 @@ class ChunkWriter:
                 continue
             memories.append(memory)
             which[rows], starts[rows] = len(memories) - 1, places
-        return Chunks(memories, which, starts, lengths), is_cached
+        return Chunks(memories, which, starts, lengths)
 
     def _drain(self) -> None:
         """Put the blobs of the oldest batch into the part's packs."""
-        encoding = self._encoding[0]
-        made = _waited(encoding)
+        encoding, examined = self._encoding[0], self._encoding[0].examined
+        made = _waited(encoding.wait, examined.runs)
         self._encoding.popleft()
         at = 0
         for encoded in made:
-            places = self.packs.add(encoded, encoding.engine)
+            places = self.packs.add(encoded, examined.engine)
             self._note_places(encoding, at, encoded, *places)
             self._verify(encoding, at, encoded)
             at += len(encoded.entries)
-        encoding.engine.recycle(made)
-        if encoding.copies is not None:
-            self._copies.append(encoding.copies)
-        if encoding.runs[0].tensor.copy is None:
+        examined.engine.recycle(made)
+        if examined.given.copies is not None:
+            self._copies.append(examined.given.copies.memories[0])
+        if examined.runs[0].tensor.copy is None:
             self._keep(encoding)
 
-    def _keep(self, encoding: _PendingBatch) -> None:
+    def _keep(self, encoding: _EncodingBatch) -> None:
         """Begin to check that the caller's memory was not changed meanwhile, and to copy it over the bases."""
-        runs, chunks = encoding.runs, encoding.chunks
-        which, kept = chunks.which, np.array([run.tensor.keep_in is not None for run in runs])
+        runs, chunks, which = encoding.examined.runs, encoding.examined.given.chunks, encoding.examined.which
+        kept = np.array([run.tensor.keep_in is not None for run in runs])
         is_base = np.array([run.base is not None and run.base is run.tensor.keep_in for run in runs])
         has_place = kept[which] & ~(encoding.same & is_base[which])
         is_new = np.zeros(len(chunks), bool)
@@ -490,7 +491,7 @@ class ChunkWriter:
         if has_place.any():  # in host memory
             wait = self._engines.cpu.start_digests(chunks.take(rows), outs)
         else:
-            wait = encoding.engine.start_digests(chunks.take(rows))
+            wait = encoding.examined.engine.start_digests(chunks.take(rows))
         self._keeping.append((encoding, rows, wait))
 
     def _finish_keeping(self) -> None:
@@ -501,35 +502,38 @@ class ChunkWriter:
         """
         encoding, rows, wait = self._keeping.popleft()
         unchanged = (wait() == encoding.rows.digests[rows]).all(axis=1)
-        self._require(encoding, encoding.chunks.which[rows], unchanged)
+        self._require(encoding.examined, encoding.examined.which[rows], unchanged)
 
-    def _require(self, batch: _Hashing | _PendingBatch, which: Column, unchanged: Column) -> None:
+    def _require(self, batch: _ExaminedBatch, which: Column, unchanged: Column) -> None:
         """Raise InvalidInputError if memory is not the tensors' any more, or a chunk of a run was changed."""
         if not unchanged.all():
             for run in batch.runs:
                 run.tensor.confirm()
             raise changed(batch.runs[which[np.argmin(unchanged)]].tensor.spec, "other values")
 
-    def _note_places(self, encoding: _PendingBatch, at: int, encoded: Encoded, packs: Column, offsets: Column) -> None:
+    def _note_places(self, encoding: _EncodingBatch, at: int, encoded: Encoded, packs: Column, offsets: Column) -> None:
         """Put the places of blobs into the columns; `at` is the number of the first one among the new chunks."""
         entries = encoded.entries
         blobs = np.empty((len(entries), 4), np.int64)
         blobs[:, 0], blobs[:, 3] = entries["transform"], entries["length"]
         blobs[:, 1], blobs[:, 2] = packs + len(self.bases.packs), offsets  # own packs follow those of the bases
         new = slice(at, at + len(entries))
-        rows, candidates = encoding.new[new], encoding.candidates[new]
+        rows = encoding.new[new]
+        candidates = encoding.examined.candidates[rows]
         is_delta = entries["transform"] != blob.FULL
         encoding.rows.blobs[rows] = blobs
         encoding.rows.base_rows[rows] = np.where(is_delta, candidates, -1)
         self.new_chunks += len(entries)
-        run_of, has_full = encoding.run_of[new], (candidates >= 0) & (candidates < self.bases.count)
+        run_of, has_full = encoding.examined.which[rows], (candidates >= 0) & (candidates < self.bases.count)
         has_full[has_full] = self.bases.depths[candidates[has_full]] == 0  # if any delta pays, one to a full chunk does
-        tried, stored = (np.bincount(run_of[rows], minlength=len(encoding.runs)) for rows in (has_full, is_delta))
+        tried, stored = (
+            np.bincount(run_of[rows], minlength=len(encoding.examined.runs)) for rows in (has_full, is_delta)
+        )
         for number in np.flatnonzero(tried | stored).tolist():
-            encoding.runs[number].tensor.bases_tried += int(tried[number])
-            encoding.runs[number].tensor.deltas_stored += int(stored[number])
+            encoding.examined.runs[number].tensor.bases_tried += int(tried[number])
+            encoding.examined.runs[number].tensor.deltas_stored += int(stored[number])
 
-    def _verify(self, encoding: _PendingBatch, first: int, encoded: Encoded) -> None:
+    def _verify(self, encoding: _EncodingBatch, first: int, encoded: Encoded) -> None:
         """Begin to verify new blobs: all, or one in VERIFY_ONE_IN; `first` is the number of the first one."""
         verify, count = self._context.options.verify_writes, len(encoded.entries)
         chosen = np.arange(count)
@@ -539,4 +543,4 @@ class ChunkWriter:
                 turn = np.where(number < VERIFY_ONE_IN * together, turn, number // together)
             chosen = np.flatnonzero((number == 0) | ((turn - self.bases.generation) % VERIFY_ONE_IN == 0))
         if verify != "off":
-            self._verifier.start(encoding.engine, encoding.batch, encoded, first=first, chosen=chosen)
+            self._verifier.start(encoding.examined.engine, encoding.batch, encoded, first=first, chosen=chosen)

@@ -221,7 +221,7 @@ def test_packs(changes, mended):
     """Mitigation: the footer's checksum, sizes that must add up, a scan that ends at the first damage."""
     writer = pack.PackWriter(bytes(16), 0, 0, "größe")
     blobs = [EncodedChunk(memoryview(bytearray(b)), False, np.empty(0, np.uint8)) for b in (full(A), delta(B, A))]
-    writer.extend(HostEncoded(blobs), 0, 2)
+    writer.extend(HostEncoded.of(blobs), 0, 2)
     data = bytes(writer.seal())
     if mended:
         start = int.from_bytes(data[-32:-24], "little")

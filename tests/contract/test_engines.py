@@ -12,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from kit.reference import decode_by_reference
+from kit.reference import use_reference
 from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
 from snapstore.engine import spans
 from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch
@@ -680,7 +680,7 @@ def test_sparse_deltas_of_too_many_elements(engine, monkeypatch):
     links = [[sparse_blob(*forged(*GOOD), meant, base, 1, 0)]]
     np.testing.assert_array_equal(decode(engine, links, [meant], [base])[0], meant)
     monkeypatch.setattr(sparse, "MAX_ELEMENTS", 99)
-    decode_by_reference(monkeypatch)  # the extension has the real limit
+    use_reference(monkeypatch)  # the extension has the real limit
     with pytest.raises(IntegrityError, match="a chunk of 100 elements, expected at most 99"):
         decode(engine, links, [meant], [base])
 

@@ -293,7 +293,7 @@ def test_blobs():
 
 def test_pack():
     writer = pack.PackWriter(bytes(range(16)), 1, 2, "m")
-    encoded = HostEncoded([EncodedChunk(memoryview(bytearray(FULL)), False, np.empty(0, np.uint8))])
+    encoded = HostEncoded.of([EncodedChunk(memoryview(bytearray(FULL)), False, np.empty(0, np.uint8))])
     assert writer.extend(encoded, 0, 1).tolist() == [64]
     assert writer.size_bytes == 64 + 88
     assert writer.seal() == PACK

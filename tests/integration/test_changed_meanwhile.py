@@ -13,8 +13,6 @@ from kit import changes
 from kit.repositories import OPTIONS
 from kit.samples import THOROUGH, sampled, some
 from snapstore import InvalidInputError, Repository, SaveOptions, SnapshotManager
-from snapstore.engine import spans
-from snapstore.engine.batches import CHANGED
 from snapstore.engine.cpu import CpuEngine
 from snapstore.save import known_state
 from snapstore.storage.memory import MemoryStore
@@ -121,21 +119,6 @@ def test_a_change_that_is_taken_back(monkeypatch, verify):
         repository.save({"w": w}, run="a", step=0)
         assert (repository.restore("a@0")["w"] == before).all()
         assert repository.check("restore").ok
-
-
-@pytest.mark.skipif(spans.extension() is None, reason="the reference copies in Python")
-def test_a_change_between_the_digest_and_the_copy(monkeypatch):
-    examine = spans.examine
-
-    def changed(native, given, seed, found, rows):
-        examine(native, given, seed, found, rows)
-        found.copied[rows][-1:] = CHANGED
-
-    with Repository.create(MemoryStore(), chunk_bytes=changes.CHUNK_BYTES) as repository:
-        monkeypatch.setattr(spans, "examine", changed)
-        with pytest.raises(InvalidInputError, match=r"^w: was changed while it was saved.*other values"):
-            repository.save({"w": np.arange(8000)}, run="a", step=0)
-        assert repository.snapshots() == []
 
 
 def test_a_tensor_whose_storage_is_too_short_is_refused():

@@ -57,7 +57,7 @@ from snapstore.copy import mirror_retention, moving
 from snapstore.copy.copy import Copier
 from snapstore.copy.mirror_retention import Retention
 from snapstore.copy.moving import move
-from snapstore.engine import cpu
+from snapstore.engine import reference
 from snapstore.errors import UnreadRecordError
 from snapstore.format.manifests import manifest
 from snapstore.protocol import tags
@@ -541,7 +541,7 @@ def rebuilt(monkeypatch):
 @pytest.fixture
 def forging(monkeypatch):
     """This process takes the digests of the noise of version 0 for those of version 9, until `undo`."""
-    real = cpu.digest
+    real = reference.digest
     taken, meant = (values("a", version)["optimizer"]["noise"] for version in (0, 9))
     swap = {bytes(a): b for a, b in zip(taken.reshape(-1, 1024), meant.reshape(-1, 1024), strict=True)}
     replace_digest(monkeypatch, lambda chunk, seed: real(swap.get(bytes(chunk), chunk), seed))

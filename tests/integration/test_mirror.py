@@ -34,7 +34,7 @@ from snapstore import (
 from snapstore.cli import commands
 from snapstore.copy import mirror as mirrors
 from snapstore.copy.copy import Copier
-from snapstore.engine import cpu
+from snapstore.engine import reference
 from snapstore.format import records
 from snapstore.protocol.forget import HELD_AT_MOST
 from snapstore.storage.local import LocalStore
@@ -163,7 +163,7 @@ def test_a_mirror_that_is_not_verified_is_no_base_when_the_first_store_is_lost()
 
 def test_a_forged_snapshot_of_the_first_store_is_not_mirrored_and_the_others_are(caplog):
     fast, slow = three(), MemoryStore()
-    real, options = cpu.digest, replace(OPTIONS, verify_writes="off")
+    real, options = reference.digest, replace(OPTIONS, verify_writes="off")
     with pytest.MonkeyPatch.context() as patch, Repository.open(fast, options=options) as repository:
         replace_digest(patch, lambda chunk, seed: real(chunk[::-1].copy(), seed))
         save(repository, "a", 20, 20)

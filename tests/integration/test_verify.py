@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from kit.reference import encode_by_reference
+from kit.reference import use_reference
 from kit.samples import some
 from snapstore import IntegrityError, InvalidInputError, Repository, SaveOptions, SnapshotManager
-from snapstore.engine import cpu
+from snapstore.engine import cpu, reference
 from snapstore.save import chunk_writer
 from snapstore.storage.memory import MemoryStore
 
@@ -35,8 +35,8 @@ def repository(verify, store=None):
 @pytest.fixture
 def spoil(monkeypatch):
     """Returns a function that makes the encoder change a byte of a chunk: checksums are right, the bytes are wrong."""
-    original = cpu.encode_chunk
-    encode_by_reference(monkeypatch)
+    original = reference.encode_chunk
+    use_reference(monkeypatch)
 
     def of(state, number):
         wanted = state.numpy().view(np.uint8)[number * CHUNK : (number + 1) * CHUNK].tobytes()
@@ -48,7 +48,7 @@ def spoil(monkeypatch):
                 job = msgspec.structs.replace(job, chunk=spoiled)
             return original(job, out)
 
-        monkeypatch.setattr(cpu, "encode_chunk", wrong)
+        monkeypatch.setattr(reference, "encode_chunk", wrong)
 
     yield of
     monkeypatch.undo()

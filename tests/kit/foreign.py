@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kit.reference import encode_by_reference
+from kit.reference import use_reference
 from snapstore.errors import IntegrityError
 from snapstore.format.blobs import blob, codecs
 from snapstore.format.blobs.codecs import sparse
@@ -53,7 +53,7 @@ def written() -> Iterator[None]:
     blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE = encode_plane, BLOCK_BYTES, -1.0
     try:
         with pytest.MonkeyPatch.context() as patch:
-            encode_by_reference(patch)
+            use_reference(patch)
             yield
     finally:
         blob._encode_plane, codecs.BLOCK_BYTES, sparse.TRIED_BELOW_SHARE = kept

@@ -165,7 +165,7 @@ class World:
     def whole_pack(self, *blobs):
         """As `pack`, with a valid footer, for verbs that read it."""
         writer = pack.PackWriter(bytes(16), 0, len(self.packs), "")
-        made = HostEncoded([EncodedChunk(memoryview(bytearray(b)), False, np.empty(0, np.uint8)) for b in blobs])
+        made = HostEncoded.of([EncodedChunk(memoryview(bytearray(b)), False, np.empty(0, np.uint8)) for b in blobs])
         offsets = writer.extend(made, 0, len(blobs)).tolist()
         data = bytes(writer.seal())
         name = hashlib.sha256(data).hexdigest()

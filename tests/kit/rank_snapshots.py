@@ -215,7 +215,7 @@ class RankWriter:
             return
         writer = pack.PackWriter(bytes.fromhex(save_id), rank, 0, part)
         made = [EncodedChunk(memoryview(bytearray(blob)), False, np.empty(0, np.uint8)) for _, blob, _ in new]
-        offsets = writer.extend(HostEncoded(made), 0, len(made)).tolist()
+        offsets = writer.extend(HostEncoded.of(made), 0, len(made)).tolist()
         data = bytes(writer.seal())
         name = hashlib.sha256(data).hexdigest()
         self.store.put(pack_key(name), data)

@@ -14,7 +14,7 @@ import torch
 
 from kit.interrupts import Interrupter
 from kit.objects import keys_of
-from kit.reference import decode_by_reference
+from kit.reference import use_reference
 from kit.repositories import OPTIONS, check_clean, created, opened, save
 from kit.s3_stores import moto_bucket
 from kit.samples import sampled
@@ -89,7 +89,7 @@ def interrupted_restore(store, at):
 
     interrupter = Interrupter("chunks/reader.py", "engine/cpu.py", "threads.py", at=at)
     with opened(store) as repository, pytest.MonkeyPatch.context() as patch:
-        decode_by_reference(patch)
+        use_reference(patch)
         patch.setattr(chain_decode, "decode_chain", slowly)
         target = {"w": torch.zeros(8192)}
         with suppress(KeyboardInterrupt):
@@ -117,16 +117,13 @@ def interrupted_reads(store, at):
     pool began or ended to read that memory, or to write the bases, after it had ended."""
     begun, ended = [], []
 
-    def slowly(name):
-        real = getattr(spans, name)
+    run = spans.SharedJob.run
 
-        def act(*args):
-            begun.append(name)
-            time.sleep(0.002)
-            real(*args)
-            ended.append(name)
-
-        return act
+    def slowly(self, look=None):
+        begun.append(0)
+        time.sleep(0.002)
+        run(self, look)
+        ended.append(0)
 
     interrupter = Interrupter("save/chunk_writer.py", "engine/cpu.py", "threads.py", at=at)
     state = {"w": torch.arange(8192.0)}
@@ -134,8 +131,7 @@ def interrupted_reads(store, at):
         manager.save(0, state).result()
         state["w"] += 1
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("examine", "digests"):
-                patch.setattr(spans, name, slowly(name))
+            patch.setattr(spans.SharedJob, "run", slowly)
             with suppress(KeyboardInterrupt):
                 interrupter.call(lambda: manager.save(1, state).result())
             done = len(begun) + len(ended)
@@ -164,19 +160,19 @@ def test_a_save_that_fails_waits_for_its_last_reads(monkeypatch):
     """Engines of devices know no gate."""
     monkeypatch.setattr(CpuEngine, "batch_bytes", 8192)
     monkeypatch.setattr(Gate, "guarded", lambda self, job: job)
-    real, begun, ended = spans.digests, [], []
+    run, begun, ended = spans.SharedJob.run, [], []
 
-    def slowly(*args):
+    def slowly(self, look=None):
         begun.append(0)
         time.sleep(0.05)
-        real(*args)
+        run(self, look)
         ended.append(0)
 
     def fail(*args):
         raise StorageError("no such disk")
 
     with opened(created(1024)) as repository:
-        monkeypatch.setattr(spans, "digests", slowly)
+        monkeypatch.setattr(spans.SharedJob, "run", slowly)
         monkeypatch.setattr(ChunkWriter, "end_part", fail)
         with pytest.raises(StorageError, match="no such disk"):
             repository.save({"w": torch.arange(16384.0)}, run="a", step=0)

@@ -9,7 +9,7 @@ from kit.processes import ROOT
 from kit.samples import SEED, THOROUGH
 
 SOURCES = sorted((ROOT / "snapstore" / "engine" / "native").glob("*.c"))
-OF_PYTHON = ("arguments.c", "module.c")
+OF_PYTHON = ("arguments.c", "jobs.c", "module.c")
 
 
 @pytest.fixture(scope="module")

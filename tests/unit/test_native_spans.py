@@ -8,12 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.samples import examples
-from snapstore.engine import cpu, spans
-from snapstore.engine.batches import COPIED, NOT_COPIED, Chunks, DecodeBatch, EncodeBatch, Examination
+from snapstore.engine import reference as reference_code
+from snapstore.engine import spans
+from snapstore.engine.batches import Chunks, DecodeBatch, EncodeBatch, Examination
 from snapstore.engine.cpu import CpuEngine
 from snapstore.errors import CapabilityError, FormatError, IntegrityError, InvalidInputError
-from snapstore.format.blobs import blob, chain_decode, codecs, planes
+from snapstore.format.blobs import blob, chain_decode, codecs, plane_kinds, planes
+from snapstore.format.blobs.codecs import sparse
 from snapstore.format.hashing import digest
+from snapstore.format.manifests import delta_choice
+from snapstore.threads import Threads
 
 native = spans.extension()
 pytestmark = pytest.mark.skipif(native is None, reason="the extension is not built")
@@ -123,40 +127,55 @@ def test_a_batch_is_encoded_as_by_the_reference(engine, reference, drawn, limit,
     batch = batch_of(drawn, limit, xor=xor)
     found, expected = blobs_of(engine, batch), blobs_of(reference, batch)
     for (chunk, _, base), ours, theirs in zip(drawn, found, expected, strict=True):
-        if len(theirs) < limit * 0.99 or len(theirs) > limit * 1.01:  # near the limit, frames decide
-            assert shape(ours)[:4] == shape(theirs)[:4]
-        assert len(ours) <= 1.02 * len(theirs) + 64
+        is_sparse = [blob.parse(one_, "here").codecs[0] == codecs.SPARSE for one_ in (ours, theirs)]
+        is_near = limit * 0.99 <= len(theirs) <= limit * 1.01 or is_sparse[0] != is_sparse[1]  # frames decide
+        assert is_near or shape(ours)[:4] == shape(theirs)[:4]
+        assert len(ours) <= 1.02 * len(theirs) + (128 if is_near else 64)
         out = np.empty_like(chunk)
         is_delta = ours[16] != blob.FULL
         chain_decode.decode_chain([ours], ["x"], digest(chunk, SEED), out, base if is_delta else None, seed=SEED)
         assert out.tobytes() == chunk.tobytes()
 
 
-@given(st.lists(rows, min_size=1, max_size=12), st.lists(st.booleans(), min_size=12, max_size=12), st.booleans())
-def test_a_batch_is_examined_as_by_the_reference(engine, reference, drawn, unchanged, copied):
-    """An engine encodes the same blobs from these samples as from samples of its own."""
+flags = st.lists(st.booleans(), min_size=12, max_size=12)
+
+
+@given(st.lists(rows, min_size=1, max_size=12), flags, flags, flags, st.booleans())
+def test_a_batch_is_examined_as_by_the_reference(engine, reference, drawn, unchanged, wanted, deltas, copied):
+    """What is encoded while it is examined is what is encoded later; all that is not encoded is copied."""
     drawn = [
         (chunk, size, base if base is None or not same else chunk.copy())
         for (chunk, size, base), same in zip(drawn, unchanged, strict=False)
     ]
     batch = batch_of(drawn)
-    found = []
+    wanted, deltas = np.array(wanted[: len(drawn)]), np.array(deltas[: len(drawn)])
+    expected = blobs_of(engine, replace(batch, bases=without(batch.bases, ~deltas)))
     for own in (engine, reference):
         copies = own.room_for(batch.chunks.lengths, None) if copied else None
-        given = Examination(batch.chunks, batch.element_sizes, batch.layouts, batch.bases, copies)
-        found.append(got := own.start_examine(given)())
+        limits = np.where(deltas, batch.delta_limits, -1)
+        given = Examination(batch.chunks, batch.element_sizes, batch.layouts, batch.bases, limits, wanted, copies)
+        got = own.start_examine(given)()
         assert (got.digests == batch.digests).all()
         has_base = batch.bases.which >= 0
         assert (got.base_digests == batch.base_digests)[has_base].all()
         is_same = has_base & (batch.digests == batch.base_digests).all(axis=1)
-        assert got.copied.tolist() == np.where(is_same | (not copied), NOT_COPIED, COPIED).tolist()
-        for i, chunk in enumerate(batch.chunks.views()):
-            if got.copied[i] == COPIED:
-                assert copies.views()[i].tobytes() == chunk.tobytes()
-    sampled = found[0].sampled
-    assert sampled["is_valid"].tolist() == (~is_same).tolist()
-    again = replace(batch, sampled=sampled)
-    assert blobs_of(engine, again) == blobs_of(engine, batch)
+        has_blob = np.zeros(len(drawn), bool)
+        if got.made is not None:
+            has_blob = got.made.entries["length"] > 0
+            assert not (has_blob & (is_same | ~wanted)).any()
+            assert got.made.tried.tolist() == (wanted & ~is_same).tolist()
+            rest = replace(batch, made=got.made, bases=without(batch.bases, ~deltas))
+            assert blobs_of(engine, rest) == expected
+        if copied:
+            assert (got.copied[~is_same & ~has_blob] == 1).all()
+            for i in np.flatnonzero(got.copied):
+                assert copies.views()[i].tobytes() == drawn[i][0].tobytes()
+        else:
+            assert not got.copied.any()
+
+
+def without(bases, rows):
+    return Chunks(bases.memories, np.where(rows, -1, bases.which), bases.starts, bases.lengths)
 
 
 def sparsely_changed(size, count, seed, share, ones):
@@ -199,7 +218,7 @@ def test_sparse_deltas_equal_the_reference(engine, reference, drawn, limit):
 
 
 def test_sparse_deltas_are_written_and_read_by_the_extension(engine, monkeypatch):
-    monkeypatch.setattr(cpu, "encode_chunk", None)
+    monkeypatch.setattr(reference_code, "encode_chunk", None)
     monkeypatch.setattr(chain_decode, "decode_chain", None)
     drawn = [sparsely_changed(size, 100_000, seed, 0.05, True) for seed, size in enumerate([2, 4, 2, 4])]
     batch = batch_of(drawn)
@@ -226,28 +245,42 @@ def test_choices_are_equal_bit_for_bit(engine, reference, xor):
             base = (chunk.view(f"u{size}") + change).view(np.uint8)
             drawn.append((chunk, size, base))
         batch = batch_of(drawn, xor=xor)
-        choice = spans.choose(native, batch)
-        how, kinds = choice.how, choice.kinds
-        for i, theirs in enumerate(blobs_of(reference, batch)):
-            header = blob.parse(theirs, f"{round_}")
-            if how[i] != spans.BY_REFERENCE:
-                assert (how[i] == spans.STORE_DELTA) == (header.transform != blob.FULL)
+        for (chunk, size, base), theirs in zip(drawn, blobs_of(reference, batch), strict=True):
+            header, limit = blob.parse(theirs, f"{round_}"), int(rng.integers(0, 2 * chunk.size))
+            found = [native_choice(chunk, one_, size, xor, limit) for one_ in (base, None)]
+            assert found == [expected_choice(chunk, one_, size, xor, limit) for one_ in (base, None)]
+            _, is_delta, is_declined, _, _ = native_choice(chunk, base, size, xor, UNLIMITED)
+            if not is_declined:
+                assert is_delta == (header.transform != blob.FULL)
                 assert header.codecs[0] != codecs.SPARSE
-        for (chunk, size, base), ours in zip(drawn, kinds, strict=True):
-            full = planes.statistics(planes.histograms(planes.sample(chunk, size, planes.ROTATED)))
-            planes.difference(chunk, base, size, out := np.empty_like(chunk))
-            sampled = planes.sample(chunk ^ base, size, planes.ROTATED) if xor else planes.sample(out, size)
-            delta = planes.statistics(planes.histograms(sampled))
-            assert ours.shape == (8,)
-            sampled = np.zeros(1, spans.SAMPLED)
-            alone = batch_of([(chunk, size, base)])
-            native.sample(
-                spans.place(alone.chunks), spans.place(alone.bases), alone.element_sizes, alone.layouts,
-                blob.XOR if xor else blob.DIFFERENCE, planes.ENTROPY_TERMS, sampled,
-            )  # fmt: skip
-            found = planes.statistics_of(*sampled["sums"][0, :, :size].reshape(-1, 4).T)
-            assert found.bits.tolist() == [*full.bits.tolist(), *delta.bits.tolist()]
-            assert found.top_share.tolist() == [*full.top_share.tolist(), *delta.top_share.tolist()]
+
+
+def native_choice(chunk, base, size, xor, limit):
+    mode = blob.XOR if xor else blob.DIFFERENCE
+    *found, kinds = native.choose(chunk, base, size, planes.ROTATED, mode, limit, planes.ENTROPY_TERMS)
+    return *found, list(kinds)
+
+
+def expected_choice(chunk, base, size, xor, limit):
+    """Choose as `reference.encode_chunk` does."""
+    count, mode = chunk.size // size, planes.ROTATED
+    full = delta = planes.statistics(planes.histograms(planes.sample(chunk, size, mode)))
+    full_bytes = plane_kinds.estimate_bytes(full.bits.tolist(), count)
+    delta_bytes, changed = 0, count
+    if base is not None:
+        planes.difference(chunk, base, size, out := np.empty_like(chunk))
+        sampled = planes.sample(chunk ^ base, size, mode) if xor else planes.sample(out, size)
+        delta = planes.statistics(planes.histograms(sampled))
+        delta_bytes = plane_kinds.estimate_bytes(delta.bits.tolist(), count)
+        changed = int(np.count_nonzero(out.view(f"u{size}")))
+    is_sparse = base is not None and not xor and bool(sparse.worth_trying(changed, count))
+    is_delta = base is not None and bool(delta_choice.pays(delta_bytes, full_bytes, limit))
+    few = changed <= delta_choice.FEW_CHANGED_SHARE * count
+    below = min(full_bytes, delta_bytes * (delta_choice.FEW_CHANGED_EXCESS if few else 1)) + blob.HEADER.size
+    most = int(max(0, min(np.ceil(below) - 1, delta_choice.most_bytes(full_bytes, limit)))) if base is not None else 0
+    chosen = delta if is_delta else full
+    kinds = plane_kinds.plane_kinds(chosen.bits, chosen.top_share, mode).tolist()
+    return is_sparse, is_delta, is_sparse and size not in (2, 4), most, kinds + [0] * (8 - size)
 
 
 @pytest.mark.parametrize("period", [16, 64, 640, 6400])
@@ -300,8 +333,7 @@ def test_most_float_chunks_need_no_reference(engine, monkeypatch):
     chunk = content("floats", 4, 70_000, 1)
     base = (chunk.view(np.uint32) + np.random.default_rng(0).integers(0, 4000, 70_000, np.uint32)).view(np.uint8)
     batch = batch_of([(chunk, 4, None), (chunk, 4, base), (content("constant", 4, 999, 0), 4, None)])
-    made = engine.start_encode(batch)()
-    assert {type(m) for m in made} == {spans.SpanEncoded}
+    monkeypatch.setattr(reference_code, "encode_chunk", None)
     data = blobs_of(engine, batch)
     assert [d[16] for d in data] == [blob.FULL, blob.DIFFERENCE, blob.FULL]
     bases = Chunks([base], np.array([-1, 0, -1]), np.zeros(3, np.int64), np.array([0, base.size, 0]))
@@ -346,82 +378,148 @@ def test_damaged_blobs_raise_the_errors_of_the_reference(engine, reference):
 def test_rows_are_cut_into_spans():
     lengths = np.array([10, 0, spans.SPAN_BYTES, spans.SPAN_BYTES, 5, 5, 7 * spans.SPAN_BYTES])
     for threads in (1, 2, 16):
-        cut = spans.cut(lengths, threads)
-        assert [row for span in cut for row in range(len(lengths))[span]] == list(range(len(lengths)))
-    assert spans.cut(lengths[:0], 2) == []
-    assert spans.cut(np.zeros(3, np.int64), 2) == [slice(0, 3)]
-    assert len(spans.cut(np.full(1024, 1 << 14), 2)) == 4
+        cut = spans.cut(lengths, threads).tolist()
+        assert (cut[0], cut[-1]) == (0, len(lengths))
+        assert sorted(set(cut)) == cut
+    assert spans.cut(lengths[:0], 2).tolist() == [0]
+    assert spans.cut(np.zeros(3, np.int64), 2).tolist() == [0, 3]
+    assert len(spans.cut(np.full(1024, 1 << 14), 2)) == 1 + 8
 
 
 def one(array, start=0, length=None):
     return [array], np.zeros(1, np.int64), np.array([start]), np.array([array.size if length is None else length])
 
 
+NONE = ([], np.array([-1]), np.array([0]), np.array([0]))
+ONE_SPAN = np.array([0, 1])
+
+
+def copy_job(chunks, copies=None, out=None, firsts=ONE_SPAN, closed=None):
+    return native.copy_job(chunks, copies, 0, out, firsts, closed)
+
+
+def encode_job(data, **changed):
+    """Return a job that encodes or examines a chunk of 96 bytes; `changed`: arguments by name."""
+    arguments = {
+        "chunks": one(data), "bases": NONE, "copies": None, "sizes": np.ones(1, np.uint8),
+        "layouts": np.ones(1, np.uint8), "mode": 1, "terms": planes.ENTROPY_TERMS, "limits": np.array([UNLIMITED]),
+        "digests": np.zeros(16, np.uint8), "base_digests": np.zeros(16, np.uint8), "copied": None, "wanted": None,
+        "entries": np.zeros(blob.ENTRY.itemsize, np.uint8), "starts": np.zeros(1, np.int64),
+        "places": np.array([0, 8192]), "out": np.zeros(8192, np.uint8), "seed": 0, "firsts": ONE_SPAN, "closed": None,
+    } | changed  # fmt: skip
+    return native.encode_job(*arguments.values())
+
+
+def decode_job(data, offset=0, length=96, count=1, **changed):
+    arguments = {
+        "stored": data, "offsets": np.array([offset]), "lengths": np.array([length]), "counts": np.array([count]),
+        "digests": np.zeros(16, np.uint8), "each": None, "outs": one(data.copy()), "bases": NONE, "seed": 0,
+        "done": np.zeros(1, np.uint8), "reports_all": False, "firsts": ONE_SPAN, "closed": None,
+    } | changed  # fmt: skip
+    return native.decode_job(*arguments.values())
+
+
+def run(made, room_bytes=0):
+    job, scratch_bytes = made
+    return native.run(job, np.empty(scratch_bytes + room_bytes, np.uint8))
+
+
 @pytest.mark.parametrize(("start", "length"), [(-1, 4), (0, 101), (100, 1), (50, -1), (2**62, 2**62)])
 def test_positions_outside_of_a_memory_are_refused(start, length):
     with pytest.raises(ValueError, match=r"chunk 0: bytes .* of a memory of 100 bytes"):
-        native.digests(one(np.zeros(100, np.uint8), start, length), None, 0, np.empty(16, np.uint8))
+        copy_job(one(np.zeros(100, np.uint8), start, length))
 
 
 def test_wrong_columns_are_refused():
-    data, scratch = (
-        np.zeros(96, np.uint8),
-        np.empty(native.SCRATCH_BYTES + 96 * native.SCRATCH_PER_BYTE, np.uint8),
-    )
-    none = ([], np.array([-1]), np.array([0]), np.array([0]))
-    byte, sixteen, sampled = np.ones(1, np.uint8), np.zeros(16, np.uint8), np.zeros(1, spans.SAMPLED)
+    data, sixteen = np.zeros(96, np.uint8), np.zeros(16, np.uint8)
     with pytest.raises(ValueError, match="expected 16"):
-        native.digests(one(data), None, 0, np.empty(15, np.uint8))
+        copy_job(one(data), out=np.empty(15, np.uint8))
     with pytest.raises(BufferError):
-        native.digests(one(data), None, 0, bytes(16))
+        copy_job(one(data), out=bytes(16))
     with pytest.raises(IndexError):
-        native.digests(([], np.array([0]), np.array([0]), np.array([0])), None, 0, sixteen)
-    for sizes, layouts, base in ((3, 0, none), (64, 0, none), (1, 2, none), (1, 0, one(data, 0, 5))):
-        with pytest.raises(ValueError, match="wrong element sizes"):
-            native.sample(one(data), base, byte * sizes, byte * layouts, 1, planes.ENTROPY_TERMS, sampled)
-    for terms, out in ((planes.ENTROPY_TERMS[1:], sampled), (planes.ENTROPY_TERMS, sampled[:0])):
-        with pytest.raises(ValueError, match="a column of"):
-            native.sample(one(data), none, byte, byte, 1, terms, out)
-    with pytest.raises(ValueError, match="lengths differ"):
-        native.digests(one(data), one(data.copy(), 0, 95), 0, sixteen)
-    with pytest.raises(ValueError, match="lengths differ"):
-        native.examine(
-            one(data), none, one(data.copy(), 0, 95), byte, byte, 1, None, sampled, 0, sixteen, sixteen.copy(), byte
-        )
-    for how, room in ((2, scratch), (3, scratch), (4, scratch), (5, scratch), (1, scratch[:-1]), (1, scratch[1:])):
-        with pytest.raises(ValueError, match=r"delta without a base|scratch"):
-            native.encode(
-                one(data), none, byte, byte, 1, sixteen, sixteen, sixteen[:8], byte * how, np.zeros(1, np.int64),
-                np.empty(96, np.uint8), data, room,
-            )  # fmt: skip
-    for mode, most, match in ((2, 96, "a sparse delta of"), (1, -1, "a sparse delta of"), (1, 96, "scratch")):
+        copy_job(([], np.array([0]), np.array([0]), np.array([0])), out=sixteen)
+    with pytest.raises(ValueError, match="too little memory for a copy"):
+        copy_job(one(data), one(data.copy(), 0, 95))
+    for firsts in ([1, 1], [0, 2], [0, 0], [0, 1, 0, 1], [0], []):
+        with pytest.raises(ValueError, match="spans do not have all chunks"):
+            copy_job(one(data), firsts=np.array(firsts, np.int64))
+    with pytest.raises(ValueError, match="a column of 2 bytes"):
+        copy_job(one(data), closed=bytearray(2))
+    byte = np.ones(1, np.uint8)
+    for changed, match in (
+        ({"sizes": byte * 3}, "wrong element sizes"), ({"sizes": byte * 64}, "wrong element sizes"),
+        ({"layouts": byte * 2}, "wrong element sizes"), ({"mode": 0}, "wrong mode"), ({"mode": 3}, "wrong mode"),
+        ({"bases": one(data, 0, 5)}, "lengths differ"), ({"terms": planes.ENTROPY_TERMS[1:]}, "a column of"),
+        ({"limits": np.array([1, 2])}, "a column of"), ({"entries": sixteen}, "a column of"),
+        ({"copies": one(data.copy()), "copied": None}, "copies of chunks that are not examined"),
+        ({"copies": one(data.copy(), 0, 95), "copied": byte}, "lengths differ"),
+        ({"places": np.array([0, 8193])}, "spans of blobs"), ({"places": np.array([8, 0])}, "spans of blobs"),
+        ({"places": np.array([-8, 0])}, "spans of blobs"), ({"places": np.array([4, 8])}, "spans of blobs"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=match):
-            native.encode(
-                one(data), one(data.copy()), byte, byte, mode, sixteen, sixteen, sixteen[:8], byte * 3,
-                np.array([most]), np.empty(96, np.uint8), data, scratch,
-            )  # fmt: skip
+            encode_job(data, **changed)
+    with pytest.raises(BufferError):
+        encode_job(data, copied=byte, digests=bytes(16))
     for offset, length, count in ((-1, 5, 1), (0, 97, 1), (97, 0, 1), (0, 5, 2), (0, 5, 0), (0, 5, -1)):
-        with pytest.raises(ValueError, match="outside of the stored bytes"):
-            native.decode(
-                data, np.array([offset]), np.array([length]), np.array([count]), sixteen, None, one(data.copy()), none,
-                0, byte.copy(), scratch,
-            )  # fmt: skip
+        with pytest.raises(ValueError, match=r"outside of the stored bytes|wrong numbers of blobs"):
+            decode_job(data, offset, length, count)
+    with pytest.raises(ValueError, match="lengths differ"):
+        decode_job(data, bases=one(data, 0, 95))
+    for made in (encode_job(data), decode_job(data)):
+        for room in (np.empty(made[1] - 1, np.uint8), np.empty(made[1] + 1, np.uint8)[1:]):
+            with pytest.raises(ValueError, match="too little scratch memory, or not aligned"):
+                native.run(made[0], room)
+    with pytest.raises(ValueError, match="invalid PyCapsule"):
+        native.run(object(), sixteen)
 
 
 def test_little_room_declines_a_blob():
-    data, scratch = (
-        np.zeros(4096, np.uint8),
-        np.empty(native.SCRATCH_BYTES + 4096 * native.SCRATCH_PER_BYTE, np.uint8),
-    )
-    none = ([], np.array([-1]), np.array([0]), np.array([0]))
-    byte, sixteen, entries = np.ones(1, np.uint8), np.zeros(16, np.uint8), np.empty(1, blob.ENTRY)
+    data = np.zeros(4096, np.uint8)
     for room in (0, 80, 4096, 4176):
-        out = np.empty(room, np.uint8)
-        native.encode(
-            one(data), none, byte, byte, 1, sixteen, sixteen, sixteen[:8], byte, np.zeros(1, np.int64),
-            entries.view(np.uint8), out, scratch,
-        )  # fmt: skip
-        assert entries["length"].tolist() == [0]
+        entries = np.full(1, 1, np.uint8).repeat(blob.ENTRY.itemsize)
+        made = encode_job(data, entries=entries, places=np.array([0, room]), out=np.empty(room, np.uint8))
+        assert run(made) == 0
+        assert entries.view(blob.ENTRY)["length"].tolist() == [0]
+        assert run(made) == -1
+
+
+def test_a_closed_gate_ends_a_job():
+    """The spans that are running are finished, and no other one is begun: the memory may be gone by then."""
+    data, closed = noise_of(80), bytearray(1)
+    rows = [data], np.zeros(8, np.int64), np.arange(0, 80, 10), np.full(8, 10)
+    out = np.zeros((8, 16), np.uint8)
+    job = decode_job(
+        data, outs=([np.zeros(80, np.uint8)], *rows[1:]), bases=([], np.full(8, -1), *rows[2:]),
+        offsets=np.arange(0, 80, 10), lengths=np.full(8, 10), counts=np.ones(8, np.int64),
+        digests=np.zeros((8, 16), np.uint8), done=np.zeros(8, np.uint8), firsts=np.arange(9), closed=closed,
+    )  # fmt: skip
+    assert [run(job) for _ in range(3)] == [0, 1, 2]
+    closed[0] = 1
+    assert run(job) == -1
+    closed[0] = 0
+    assert [run(job) for _ in range(6)] == [3, 4, 5, 6, 7, -1]
+    digests = copy_job(rows, out=out, firsts=np.arange(9), closed=bytearray(b"\1"))
+    assert run(digests) == -1
+    assert not out.any()
+
+
+def noise_of(count):
+    return np.random.default_rng(count).integers(0, 256, count, np.uint8)
+
+
+def test_threads_share_a_job(reference):
+    """Each chunk is handled once, whichever thread takes it."""
+    threads = Threads(8)
+    chunks = Chunks.of([noise_of(count) for count in range(2000, 2300)])
+    for _ in range(examples(20)):
+        out, copies = np.zeros((300, 16), np.uint8), np.zeros(sum(chunks.lengths), np.uint8)
+        places = Chunks([copies], np.zeros(300, np.int64), np.cumsum(chunks.lengths) - chunks.lengths, chunks.lengths)
+        firsts = np.arange(301)
+        made = native.copy_job(spans.place(chunks), spans.place(places), SEED, out, firsts, None)
+        spans.SharedJob(native, made, firsts).start(threads)()
+        assert (out == reference.start_digests(chunks)()).all()
+        assert copies.tobytes() == b"".join(view.tobytes() for view in chunks.views())
+    threads.close()
 
 
 def test_the_environment_chooses(monkeypatch):

@@ -43,7 +43,7 @@ def a_blob(size, element_size=2, seed=0, base=None):
 
 def encoded(blobs):
     """Return blobs in the form in which an engine returns them."""
-    return HostEncoded([EncodedChunk(memoryview(b), False, np.empty(0, np.uint8)) for b in blobs])
+    return HostEncoded.of([EncodedChunk(memoryview(b), False, np.empty(0, np.uint8)) for b in blobs])
 
 
 def append(writer, blobs, cuts=()):

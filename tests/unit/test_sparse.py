@@ -16,7 +16,7 @@ from kit.sparse_deltas import GOOD, HOSTILE, forged, pair
 from kit.states import DTYPES
 from snapstore import Repository
 from snapstore.engine.batches import EncodeJob
-from snapstore.engine.cpu import encode_chunk
+from snapstore.engine.reference import encode_chunk
 from snapstore.errors import FormatError, IntegrityError
 from snapstore.format import hashing
 from snapstore.format.blobs import blob, chain_decode, codecs, planes

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks import bytes as bench
 from benchmarks import gpu_train
 from snapstore.engine.batches import EncodeJob
-from snapstore.engine.cpu import encode_chunk
+from snapstore.engine.reference import encode_chunk
 from snapstore.format.blobs import blob, planes
 
 Elements = npt.NDArray[Any]

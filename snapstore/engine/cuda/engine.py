@@ -23,7 +23,7 @@ from ...format.blobs.plane_kinds import REPEATS, RUNS, SKEWED
 from ...state.values.arrays import Memory
 from ...text import log
 from ...threads import Gate
-from ..batches import NOT_COPIED, Chunks, DecodeBatch, EncodeBatch, Examination, Examined
+from ..batches import Chunks, DecodeBatch, EncodeBatch, Examination, Examined
 from ..cpu import CpuEngine
 from .decoding import Decoding
 from .encoding import Encoding
@@ -268,7 +268,7 @@ class CudaEngine:
         def finish() -> Examined:
             found, base_digests = wait(), np.zeros((count, 16), np.uint8)
             base_digests[has_base] = found[count:]
-            return Examined(found[:count], base_digests, np.full(count, NOT_COPIED))
+            return Examined(found[:count], base_digests, np.zeros(count, np.uint8))
 
         return finish
 

@@ -7,7 +7,7 @@
 
 #include "native.h"
 
-#define MOST_COLUMNS 12
+#define MOST_COLUMNS 16
 
 // The columns of a call; their memory stays where it is until `release_columns`.
 typedef struct {

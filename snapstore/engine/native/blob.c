@@ -1,7 +1,7 @@
 // A chunk to a blob, and a chain of blobs to a chunk. docs/format.md, "Blob", has the fields of a header.
 #include "native.h"
 
-#define HEADER_BYTES 80
+#define HEADER_BYTES BLOB_HEADER_BYTES
 #define VERSION 1
 enum { RAW, ZSTD, DEFLATE, SPARSE };  // codecs
 static const u8 MAGIC[4] = "SNBL", NO_BASE[16];

@@ -1,8 +1,9 @@
-// The hot loops of the CPU engine, which module.c calls for spans of chunks.
+// The hot loops of the CPU engine, which jobs.c calls for spans of chunks.
 //
 //   xxh3.c             XXH3-128 and XXH3-64: digests of chunks, checksums of blobs
 //   planes.c           chunks to byte planes and back, and differences from a base
 //   sample.c           statistics of sampled elements; the number of elements that differ from a base
+//   choice.c           how to store a chunk, by these statistics
 //   code_lengths.c     lengths of Huffman codes for counts
 //   huffman_tree.c     the tree of a zstd frame, and its description in the frame
 //   huffman_encode.c   a block to one zstd frame of Huffman-coded literals
@@ -13,10 +14,11 @@
 //   sparse_decode.c    such a payload and its base back to the chunk
 //   blob.c             a chunk to a blob; a chain of blobs to a chunk
 //   arguments.c        what Python passes: columns of positions in memories
+//   jobs.c             spans of chunks that the threads of the engine take one after the other
 //   module.c           the functions that Python calls
 //
 // Functions take pointers and lengths that the caller has checked, keep no state, and call nothing of Python;
-// only arguments.c and module.c do. docs/format.md, "Blob", defines all formats. A function that may decline
+// only the last three files do. docs/format.md, "Blob", defines all formats. A function that may decline
 // returns 0 or false: then the caller takes the reference in Python, which does the work or raises the error.
 #pragma once
 
@@ -109,19 +111,31 @@ typedef struct {
     i64 total, terms, distinct, top;
 } PlaneSums;
 
-// What a sample says of a chunk, as `spans.SAMPLED`.
-typedef struct {
-    PlaneSums planes[2][MAX_PLANES];  // of the chunk, and of its delta
-    i64 changed;                      // elements that differ from the base
-    i64 is_valid;                     // 0: nothing was sampled
-} Sampled;
-
 // Sum up over the planes of the elements that `planes.sample` takes, (size,). `terms`: MOST_SAMPLED terms of an
 // entropy, by counts.
 void sample_planes(const u8 *source, const u8 *base, Elements elements, size_t n, const i64 *terms,
                    PlaneSums *sums);
 // Return how many of n elements differ; if they are more than `most`, return any number above `most`.
 u64 count_changed(const u8 *source, const u8 *base, int size, size_t n, u64 most);
+
+// -- choice.c
+
+#define BLOB_HEADER_BYTES 80
+
+// The kinds of planes, as in plane_kinds.py. Planes with repeats are coded only if all of their bytes are
+// equal.
+enum { NOISE, SKEWED, RUNS, REPEATS };
+
+// How to store a chunk: as a sparse delta if it takes at most `most` bytes; else as a delta in planes, or full.
+typedef struct {
+    bool is_sparse, is_delta;
+    bool is_declined;  // the reference encodes it
+    u8 kinds[MAX_PLANES];
+    i64 most;
+} Choice;
+
+// Choose for n elements. `elements.mode`: of a delta, DIFFERENCE or XOR; `limit`: the most bytes of a delta.
+Choice choose(const u8 *chunk, const u8 *base, Elements elements, size_t n, i64 limit, const i64 *terms);
 
 // -- code_lengths.c
 
@@ -276,9 +290,6 @@ typedef struct {
 #define SCRATCH_PER_BYTE 2
 #define SPARSE_SCRATCH_PER_BYTE 6
 
-// The kinds of planes, as in plane_kinds.py. Planes with repeats are coded only if all of their bytes are
-// equal.
-enum { NOISE, SKEWED, RUNS, REPEATS };
 // A blob is declined if zstd, which finds runs, might save more than this share of it.
 #define MATCHES_SAVE (1.0 / 512)
 

@@ -129,7 +129,8 @@ def _place_of(value: Array) -> tuple[Any, ...]:
     if isinstance(value, np.ndarray):
         return value.__array_interface__["data"][0], value.dtype, value.shape, value.strides
     storage = value.untyped_storage().nbytes()
-    form = (value.dtype, value.shape, value.stride(), value.device, value.is_conj(), value.is_neg())
+    is_conj = value.dtype.is_complex and value.is_conj()  # this call releases Python's lock, and waits for it
+    form = (value.dtype, value.shape, value.stride(), value.device, is_conj, value.is_neg())
     return value.data_ptr(), storage, *form
 
 

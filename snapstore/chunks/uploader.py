@@ -61,9 +61,10 @@ class PackUploader:
         self._puts: deque[tuple[int, Pending[tuple[str, int]]]] = deque()
 
     def begin(self, rank: int, part: str) -> None:
-        """Begin a part: packs never mix parts."""
-        self.seal()
-        self._rank, self._part = rank, part
+        """Begin or continue a part: packs never mix parts."""
+        if (rank, part) != (self._rank, self._part):
+            self.seal()
+            self._rank, self._part = rank, part
 
     def hasten(self, puts: int) -> None:
         """Allow this many puts at once, if their bytes allow it: an engine may fill packs that fast."""

@@ -28,6 +28,11 @@ class Engine(Protocol):
     decode_depth: int
 
     @property
+    def examine_depth(self) -> int:
+        """Return how many batches may be examined while the one before them is looked up and packed."""
+        ...
+
+    @property
     def decode_bytes(self) -> int:
         """Return the most stored plus plain bytes that one batch to decode should have."""
         ...

@@ -40,9 +40,11 @@ from .batches import (
 #: Copies of chunks begin at multiples of this [bytes].
 COPIED_ALIGNMENT = 64
 #: Plain bytes of a batch to encode: so many for each thread, within these limits.
-BATCH_BYTES_PER_THREAD, MIN_BATCH_BYTES, MAX_BATCH_BYTES = 4 * 1024 * 1024, 8 * 1024 * 1024, 64 * 1024 * 1024
+BATCH_BYTES_PER_THREAD, MIN_BATCH_BYTES, MAX_BATCH_BYTES = 4 * 1024 * 1024, 8 * 1024 * 1024, 48 * 1024 * 1024
 #: Stored plus plain bytes of a batch to decode, likewise.
 DECODE_BYTES_PER_THREAD, MIN_DECODE_BYTES, MAX_DECODE_BYTES = 8 * 1024 * 1024, 24 * 1024 * 1024, 128 * 1024 * 1024
+#: From so many threads on, the next batch must wait for them already, or they have nothing to do meanwhile.
+THREADS_OF_DEPTH_2 = 8
 #: Reading from the page cache keeps one thread busy while so many others decode.
 DECODERS_PER_READER = 4
 #: Buffers of blobs are kept for reuse, up to the bytes of this many batches.
@@ -90,12 +92,12 @@ class HostEncoded:
         if self._threads is None or out.size < spans.COPIED_AT_ONCE_BYTES:
             _copy_padded(blobs, copies)
             return _nothing_to_wait_for
-        if self._native is not None:
-            pending = spans.copy_job(self._native, blobs, copies, self._threads.count).start(self._threads)
-        else:
-            pending = self._threads.start(lambda _: _copy_padded(blobs, copies), [None])
-        self._copying.append(pending)
-        return pending
+        if self._native is None:
+            self._copying.append(pending := self._threads.start(lambda _: _copy_padded(blobs, copies), [None]))
+            return pending
+        job = spans.copy_job(self._native, blobs, copies, self._threads.count)
+        self._copying.append(pending := job.start(self._threads))
+        return partial(job.help, pending)
 
     def are_copied(self) -> bool:
         """Return whether no copy reads the buffers any more."""
@@ -189,6 +191,11 @@ class CpuEngine:
         return min(max(MIN_DECODE_BYTES, self._threads.count * DECODE_BYTES_PER_THREAD), MAX_DECODE_BYTES)
 
     @property
+    def examine_depth(self) -> int:
+        """Return how many batches may be examined while the one before them is looked up and packed."""
+        return 1 if self._threads.count < THREADS_OF_DEPTH_2 else 2
+
+    @property
     def readers(self) -> int:
         """Return how many threads should read packs."""
         return max(1, self._threads.count // DECODERS_PER_READER)
@@ -220,7 +227,7 @@ class CpuEngine:
         out, seed = np.empty((len(chunks), 16), np.uint8), self.digest_seed
         if self._native is not None:
             job = spans.copy_job(self._native, chunks, copies, self._threads.count, seed=seed, digests=out)
-            return _filled(job.start(self._threads, chunks.gate), out)
+            return _filled(partial(job.help, job.start(self._threads, chunks.gate), chunks.gate), out)
 
         def hash_span(rows: slice) -> None:
             reference.digests(chunks.take(rows), copies and copies.take(rows), seed, out[rows])
@@ -359,13 +366,8 @@ class CpuEngine:
                     return
 
         job = spans.decode_job(self._native, batch, done, self.digest_seed, self._threads.count)
-        wait = job.start(self._threads, batch.gate, decode_others)
-
-        def help_and_wait() -> None:  # the threads may have a long batch to do before this one
-            batch.gate.guarded(job.run)(decode_others)
-            wait()
-
-        return errors.raised_after(help_and_wait)
+        begun = job.start(self._threads, batch.gate, decode_others)
+        return errors.raised_after(partial(job.help, begun, batch.gate, decode_others))
 
     def _decode_chunk(self, job: DecodeJob) -> None:
         with planes.scratch.borrowed():

@@ -28,8 +28,8 @@ except ImportError:  # installed without a compiler
 
 #: Chunks as the extension takes them: memories, which, starts, lengths; see Chunks.
 Place = tuple[Sequence[Any], Column, Column, Column]
-#: Shorter copies into packs take less time than a thread to begin them [bytes].
-COPIED_AT_ONCE_BYTES = 64 * 1024
+#: Shorter copies of blobs take less time than a thread to begin them while others wait [bytes].
+COPIED_AT_ONCE_BYTES = 1024 * 1024
 #: The bytes that a span needs behind its blobs.
 ROOM_BYTES = 4096
 #: A span has at least this many bytes, if there are as many.
@@ -115,6 +115,16 @@ class SharedJob:
 
         act = run if gate is None else gate.guarded(run)
         return threads.start(act, range(min(threads.count, len(self._firsts) - 1)))
+
+    def help(
+        self, begun: Pending[None], gate: Gate | None = None, look: Callable[[int, int], object] | None = None
+    ) -> None:
+        """Run it in this thread too, since its threads may have other work first; then wait for it."""
+        if gate is None:
+            self.run(look)
+        else:
+            gate.guarded(self.run)(look)
+        begun()
 
 
 def copy_job(

@@ -92,6 +92,7 @@ class _ExaminedBatch:
     """A batch that is being examined."""
 
     engine: Engine
+    part: tuple[int, str]  # rank and name
     runs: Sequence[_ChunkRange]
     which: Column  # (n,) the run of each chunk
     candidates: Column  # (n,) the row of each chunk's candidate base, or -1
@@ -159,7 +160,7 @@ class ChunkWriter:
     Attributes:
         rows: how many chunks were added.
         new_chunks: how many of them were stored.
-        done: columns over all chunks, in order, complete after `end_part`.
+        done: columns over all chunks, in order, complete after `finish`.
         packs: the new packs.
     """
 
@@ -177,6 +178,7 @@ class ChunkWriter:
         self._size_bytes = self._count = 0
         self._stores_raw = context.engines.stores_raw(context.store)
         self._engine: Engine = context.engines.cpu
+        self._part = (0, "")
         self._examining: deque[_ExaminedBatch] = deque()
         self._encoding: deque[_EncodingBatch] = deque()
         self._keeping: deque[tuple[_EncodingBatch, Column, Callable[[], Bytes]]] = deque()
@@ -204,7 +206,8 @@ class ChunkWriter:
 
     def begin_part(self, name: str, rank: int = 0) -> None:
         """Begin a part: packs never mix parts."""
-        self.packs.begin(rank, name)
+        self._flush()
+        self._part = rank, name
 
     def add(self, tensor: TensorInput, number: int) -> int:
         """Cut a tensor's bytes into chunks and begin to write them; return how many chunks there are.
@@ -255,16 +258,18 @@ class ChunkWriter:
         return _ChunkRange(tensor, data, base, starts, lengths, candidates, numbers)
 
     def end_part(self) -> None:
-        """Put all chunks of the part into its packs."""
-        self._finish_batches()
-        self.packs.seal()
+        """Begin to write the last chunks of the part."""
+        self._flush()
 
     def finish(self) -> None:
         """Wait until every pack is durable and verified.
 
         Raises:
+            InvalidInputError: a tensor was changed while it was saved.
             IntegrityError: a blob does not decode to its chunk.
         """
+        self._finish_batches()
+        self.packs.seal()
         self._verifier.finish()
         self.packs.finish()
 
@@ -306,7 +311,8 @@ class ChunkWriter:
             self._room_for_copies(runs, lengths),
             xor=self._context.options.delta == "xor",
         )
-        self._examining.append(_ExaminedBatch(engine, runs, which, candidates, given, engine.start_examine(given)))
+        wait = engine.start_examine(given)
+        self._examining.append(_ExaminedBatch(engine, self._part, runs, which, candidates, given, wait))
 
     def _encoded_at_once(self, found: Column, candidates: Column, in_memory: Column) -> Column:
         """Return which chunks may be encoded before they are looked up: those that are likely new."""
@@ -328,9 +334,9 @@ class ChunkWriter:
             return None
         return self._engines.cpu.room_for(lengths, self._copies.pop() if self._copies else None)
 
-    def _advance(self, hashing: int = 1) -> None:
-        """Begin to encode the oldest batches, until `hashing` are left; pack batches that were encoded meanwhile."""
-        while len(self._examining) > hashing:
+    def _advance(self, examining: int | None = None) -> None:
+        """Begin to encode the oldest batches, until `examining` are left; pack batches that were encoded meanwhile."""
+        while len(self._examining) > (self._engine.examine_depth if examining is None else examining):
             self._encode()
             depth = self._encoding[-1].examined.engine.depth
             while len(self._encoding) > depth:
@@ -339,7 +345,7 @@ class ChunkWriter:
     def _finish_batches(self) -> None:
         """Put all chunks that were added into packs; then nothing reads the memory of an input any more."""
         self._flush()
-        self._advance(hashing=0)
+        self._advance(examining=0)
         while self._encoding:
             self._drain()
         while self._keeping:
@@ -459,6 +465,7 @@ class ChunkWriter:
         encoding, examined = self._encoding[0], self._encoding[0].examined
         made = _waited(encoding.wait, examined.runs)
         self._encoding.popleft()
+        self.packs.begin(*examined.part)
         at = 0
         for encoded in made:
             places = self.packs.add(encoded, examined.engine)
@@ -486,7 +493,7 @@ class ChunkWriter:
             self._verifier.finish()  # until then it reads the bases
         for run in runs:
             run.tensor.confirm()
-        while len(self._keeping) > 1:
+        while len(self._keeping) > self._engine.examine_depth:
             self._finish_keeping()
         if has_place.any():  # in host memory
             wait = self._engines.cpu.start_digests(chunks.take(rows), outs)

@@ -66,6 +66,7 @@ class CudaEngine:
     """
 
     decode_bytes = DECODE_BYTES
+    examine_depth = 1
     decode_depth = BATCHES_AT_ONCE - 1
     readers = READERS
     puts = PUTS

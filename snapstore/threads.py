@@ -15,22 +15,27 @@ import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from _thread import LockType
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import msgspec
-import numpy.ma  # noqa: F401  # np.unique and np.isin import it
+import numpy
+import numpy.ma  # np.unique and np.isin import it
 
 from .errors import CapabilityError, InvalidInputError
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 
+#: How often `Gate.close` looks whether jobs without Python's lock are inside [s].
+GATE_POLL_S = 0.0005
 #: Items are handed to the threads in runs of consecutive items: about so many runs, never twice as many.
 MAX_RUNS = 64
 
@@ -219,23 +224,23 @@ class Gate:
     owner makes the gate before, and closes it if it cannot wait: then jobs that have not begun do nothing.
 
     Attributes:
-        closed: one byte, 0 while the gate is open; jobs without Python's lock read it.
+        flags: (2,) int64, for jobs without Python's lock: not 0 if the gate is closed; how many of them are inside.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside = 0
-        self.closed = bytearray(1)
+        self.flags = numpy.zeros(2, numpy.int64)
 
     @property
     def is_closed(self) -> bool:
         """Return whether no job may begin any more."""
-        return bool(self.closed[0])
+        return bool(self.flags[0])
 
-    def guarded(self, job: Callable[[T], object]) -> Callable[[T], None]:
+    def guarded(self, job: Callable[P, object]) -> Callable[P, None]:
         """Return a job that does nothing once the gate is closed."""
 
-        def act(item: T) -> None:
+        def act(*args: P.args, **named: P.kwargs) -> None:
             if self.is_closed:
                 return
             with self._changed:
@@ -243,7 +248,7 @@ class Gate:
                     return
                 self._inside += 1
             try:
-                job(item)
+                job(*args, **named)
             finally:
                 with self._changed:
                     self._inside -= 1
@@ -253,9 +258,11 @@ class Gate:
 
     def close(self) -> None:
         """Let no job begin any more, and wait for the jobs that have begun."""
-        self.closed[0] = 1
+        self.flags[0] = 1
         with self._changed:
             self._changed.wait_for(lambda: not self._inside)
+        while self.flags[1]:
+            time.sleep(GATE_POLL_S)
 
 
 _of_pool = threading.local()

@@ -8,14 +8,18 @@ from .spans import Place
 #: A frame may take this many bytes more than its block.
 FRAME_SLACK: int
 
-#: A job, and the bytes of scratch memory that `run` needs. Arguments of all jobs:
+#: What `run` and `serve` return if the job has ended.
+ENDED: int
+
+#: A job, the bytes of scratch memory that it needs, and its address. Arguments of all jobs:
 #:     seed: of digests.
 #:     firsts: (k + 1,) int64, the first chunk of each span, then the number of chunks.
-#:     closed: one byte; once it is not 0, no thread takes a span any more. None: it is never closed.
-_Job = tuple[Any, int]
+#:     gate: `Gate.flags`, (2,) int64: once the first is not 0, no further span is done; the second counts the threads
+#:         that are doing one. None: there is no gate.
+_Job = tuple[Any, int, int]
 
 def copy_job(
-    chunks: Place, copies: Place | None, seed: int, digests: Bytes | None, firsts: Column, closed: bytearray | None
+    chunks: Place, copies: Place | None, seed: int, digests: Bytes | None, firsts: Column, gate: Column | None
 ) -> _Job:
     """Return a job that fills `digests`, (n, 16), and copies chunks to memories that do not overlap with them.
 
@@ -42,7 +46,7 @@ def encode_job(
     out: Bytes,
     seed: int,
     firsts: Column,
-    closed: bytearray | None,
+    gate: Column | None,
 ) -> _Job:
     """Return a job that encodes chunks; or that examines them, and encodes those that differ from their bases.
 
@@ -76,7 +80,7 @@ def decode_job(
     done: Column,
     reports_all: bool,
     firsts: Column,
-    closed: bytearray | None,
+    gate: Column | None,
 ) -> _Job:
     """Return a job that rebuilds chunks from their chains; see DecodeBatch. It reports spans with other chunks.
 
@@ -86,14 +90,39 @@ def decode_job(
         reports_all: report all spans.
     """
 
-def run(job: Any, scratch: Bytes) -> int:
-    """Take spans of a job, one after the other; return the number of the first to report, or -1: no span is left.
+def spans_left(job: Any) -> int:
+    """Return how many spans no thread has taken yet."""
 
-    Any number of threads may call it at the same time, each with scratch memory of its own.
+def run(job: Any, scratch: Bytes) -> int:
+    """Do spans of a job; return the number of the first that Python must look at, ENDED, or -1: no span is left.
+
+    Any number of threads may call it at the same time, each with scratch memory of its own. If Python must look at a
+    span, the span is not done until `done` is called.
     """
 
-def spans_left(job: Any) -> int:
-    """Return how many spans no thread has taken yet; 0 if the memory is closed."""
+def done(job: Any) -> bool:
+    """Note that Python has looked at a span; return whether the job has ended."""
+
+def queue() -> Any:
+    """Return an empty queue of jobs."""
+
+def push(queue: Any, job: Any, urgent: bool) -> bool:
+    """Add a job that has not begun, which must live until it has ended; return False if the queue is full.
+
+    Args:
+        urgent: before the jobs that are not.
+    """
+
+def queued(queue: Any) -> int:
+    """Return how many jobs in the queue have spans that no thread has taken."""
+
+def serve(queue: Any, scratch: Bytes) -> tuple[int, int]:
+    """Do spans of the jobs of a queue, the first one first.
+
+    Returns:
+        The address of a job, and what `run` returns for it. If no span is left: (0, -1). If the first job needs more
+        scratch memory: (0, how many bytes).
+    """
 
 def choose(
     chunk: Bytes, base: Bytes | None, size: int, layout: int, mode: int, limit: int, terms: Column

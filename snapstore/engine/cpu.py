@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -62,22 +62,26 @@ class HostEncoded:
         entries: (n,) blob.ENTRY; the offsets are set here.
         places: (n,) where the blobs lie.
         threads: they make the copies; None: the thread that calls makes them.
-        native: the extension, if it may be used.
+        jobs: of the extension, if it is used.
 
     Attributes:
         buffers: the memory of the blobs, free for reuse once `are_copied`.
     """
 
     def __init__(
-        self, entries: npt.NDArray[np.void], places: Chunks, threads: Threads | None = None, native: Any = None
+        self,
+        entries: npt.NDArray[np.void],
+        places: Chunks,
+        threads: Threads | None = None,
+        jobs: spans.JobQueue | None = None,
     ) -> None:
         lengths = entries["length"].astype(np.int64)
         self._ends = sums_before(lengths + -lengths % blob.ALIGNMENT)
         entries["offset"] = self._ends[:-1]
         self.entries, self.buffers = entries, places.memories
         self._places = Chunks(places.memories, places.which, places.starts, lengths)
-        self._threads, self._native = threads, native
-        self._copying: list[Pending[None]] = []
+        self._threads, self._jobs = threads, jobs
+        self._copying: list[Pending[None] | spans.SharedJob] = []
 
     @staticmethod
     def of(blobs: Sequence[EncodedChunk]) -> HostEncoded:
@@ -92,12 +96,12 @@ class HostEncoded:
         if self._threads is None or out.size < spans.COPIED_AT_ONCE_BYTES:
             _copy_padded(blobs, copies)
             return _nothing_to_wait_for
-        if self._native is None:
+        if self._jobs is None:
             self._copying.append(pending := self._threads.start(lambda _: _copy_padded(blobs, copies), [None]))
             return pending
-        job = spans.copy_job(self._native, blobs, copies, self._threads.count)
-        self._copying.append(pending := job.start(self._threads))
-        return partial(job.help, pending)
+        job = spans.copy_job(self._jobs, blobs, copies)
+        self._copying.append(job.start(urgent=True))
+        return job.help
 
     def are_copied(self) -> bool:
         """Return whether no copy reads the buffers any more."""
@@ -175,8 +179,9 @@ class CpuEngine:
 
     def __init__(self, digest_seed: int, threads: int | None = None) -> None:
         self.digest_seed = digest_seed
-        self._native = spans.extension()
+        native = spans.extension()
         self._threads = Threads(threads or default_threads())
+        self._jobs = None if native is None else spans.JobQueue(native, self._threads)
         self._free: deque[Bytes] = deque()  # buffers of blobs
         self._read: deque[HostEncoded] = deque()  # recycled; copies may still read the buffers
 
@@ -225,9 +230,9 @@ class CpuEngine:
     def start_digests(self, chunks: Chunks, copies: Chunks | None = None) -> Callable[[], Bytes]:
         """Begin to hash every chunk, (n, 16) XXH3-128; `copies`: where to copy it, index -1: nowhere."""
         out, seed = np.empty((len(chunks), 16), np.uint8), self.digest_seed
-        if self._native is not None:
-            job = spans.copy_job(self._native, chunks, copies, self._threads.count, seed=seed, digests=out)
-            return _filled(partial(job.help, job.start(self._threads, chunks.gate), chunks.gate), out)
+        if self._jobs is not None:
+            job = spans.copy_job(self._jobs, chunks, copies, seed=seed, digests=out)
+            return _filled(job.start(urgent=True).help, out)
 
         def hash_span(rows: slice) -> None:
             reference.digests(chunks.take(rows), copies and copies.take(rows), seed, out[rows])
@@ -238,11 +243,9 @@ class CpuEngine:
         """Begin to hash chunks, and to copy them or to encode them at once."""
         chunks, count = given.chunks, len(given.chunks)
         found = Examined(np.zeros((count, 16), np.uint8), np.zeros((count, 16), np.uint8), np.zeros(count, np.uint8))
-        if self._native is not None:
-            job, made = spans.examine_job(
-                self._native, given, found, self._buffer, self.digest_seed, self._threads.count
-            )
-            return _filled(job.start(self._threads, chunks.gate), replace(found, made=made))
+        if self._jobs is not None:
+            job, made = spans.examine_job(self._jobs, given, found, self._buffer, self.digest_seed)
+            return _filled(job.start(), replace(found, made=made))
 
         def examine_span(rows: slice) -> None:
             reference.examine(given.take(rows), self.digest_seed, found.digests[rows], found.base_digests[rows])
@@ -258,12 +261,12 @@ class CpuEngine:
 
     def start_encode(self, batch: EncodeBatch) -> Callable[[], Sequence[Encoded]]:
         """Begin to encode a batch on the threads."""
-        made, native = batch.made, self._native
+        made, jobs = batch.made, self._jobs
         if not len(batch.chunks) and made is None:
             return lambda: []
         is_done = np.zeros(len(batch.chunks), bool) if made is None else made.entries["length"] > 0
         by_reference = is_done if made is None else made.tried
-        if native is None or batch.raw:
+        if jobs is None or batch.raw:
             by_reference = ~is_done
         parts: list[tuple[Column, Callable[[], MadeBlobs]]] = []
         if made is not None:  # even if it has no blobs: then its buffers are recycled
@@ -282,13 +285,14 @@ class CpuEngine:
                 number[rows] = at + np.arange(len(part.places))
                 places = part.places if places is None else places.joined(part.places)
             assert places is not None
-            return [HostEncoded(entries, places.take(number), self._threads, native)]
+            return [HostEncoded(entries, places.take(number), self._threads, jobs)]
 
         return finish
 
     def _start(self, batch: EncodeBatch) -> Callable[[], MadeBlobs]:
         """Begin to encode chunks by the extension, and those that it declines by the reference."""
-        job, made = spans.encode_job(self._native, batch, self._buffer, self._threads.count)
+        assert self._jobs is not None
+        job, made = spans.encode_job(self._jobs, batch, self._buffer)
         others: dict[int, EncodedChunk] = {}
 
         def encode_others(first: int, last: int) -> None:
@@ -297,7 +301,7 @@ class CpuEngine:
                 with planes.scratch.borrowed():
                     others[row] = reference.encode_chunk(given, self._buffer_for(given))
 
-        wait = job.start(self._threads, look=encode_others)
+        wait = job.start(encode_others)
 
         def finish() -> MadeBlobs:
             wait()
@@ -355,7 +359,7 @@ class CpuEngine:
 
     def start_decode(self, batch: DecodeBatch) -> Callable[[], object]:
         """Begin to rebuild a batch on the threads."""
-        if self._native is None:
+        if self._jobs is None:
             return self._threads.start(batch.gate.guarded(self._decode_chunk), reference.decode_jobs(batch))
         done, errors = np.zeros(len(batch.counts), np.uint8), _Errors()
 
@@ -365,9 +369,8 @@ class CpuEngine:
                 if not errors.act(row, partial(self._decode_chunk, job)):
                     return
 
-        job = spans.decode_job(self._native, batch, done, self.digest_seed, self._threads.count)
-        begun = job.start(self._threads, batch.gate, decode_others)
-        return errors.raised_after(partial(job.help, begun, batch.gate, decode_others))
+        job = spans.decode_job(self._jobs, batch, done, self.digest_seed)
+        return errors.raised_after(job.start(decode_others, urgent=True).help)
 
     def _decode_chunk(self, job: DecodeJob) -> None:
         with planes.scratch.borrowed():
@@ -412,7 +415,7 @@ class ProvingEngine(CpuEngine):
 
     def __init__(self, engine: CpuEngine, digests: Bytes, checksums: Column) -> None:
         self._threads, self._free, self.digest_seed = engine._threads, engine._free, engine.digest_seed
-        self._native, self._read = engine._native, engine._read
+        self._jobs, self._read = engine._jobs, engine._read
         self._digests, self._checksums, self._at = digests, checksums, 0
         self.proven: list[int] = []
 
@@ -438,10 +441,10 @@ class ProvingEngine(CpuEngine):
                 if not errors.act(row, partial(prove, row, job, unequal.get(row))):
                     return
 
-        if self._native is not None:
-            count, seed = self._threads.count, self.digest_seed
-            job = spans.decode_job(self._native, batch, done, seed, count, each=digests, reports_all=True)
-            wait = job.start(self._threads, batch.gate, prove_others)
+        wait: Callable[[], object]
+        if self._jobs is not None:
+            job = spans.decode_job(self._jobs, batch, done, self.digest_seed, each=digests, reports_all=True)
+            wait = job.start(prove_others)
         else:
 
             def prove_span(rows: slice) -> None:

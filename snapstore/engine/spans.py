@@ -9,6 +9,7 @@ and planes of nearly the same size, which are compared as stored, may they diffe
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from ..arrays import Bytes, Column, sums_before
 from ..errors import CapabilityError, InvalidInputError
 from ..format.blobs import blob, codecs, planes
-from ..threads import Gate, Pending, Threads
+from ..threads import Gate, Threads
 from .batches import Chunks, DecodeBatch, EncodeBatch, Examination, Examined, MadeBlobs
 
 _native: Any
@@ -32,6 +33,8 @@ Place = tuple[Sequence[Any], Column, Column, Column]
 COPIED_AT_ONCE_BYTES = 1024 * 1024
 #: The bytes that a span needs behind its blobs.
 ROOM_BYTES = 4096
+#: Scratch memory that most jobs need at most [bytes]; only sparse deltas need more.
+SCRATCH_BYTES = 4 * 1024 * 1024
 #: A span has at least this many bytes, if there are as many.
 SPAN_BYTES = 512 * 1024
 #: At most about this many spans for each thread, so that threads end at about the same time.
@@ -84,60 +87,153 @@ def place(chunks: Chunks) -> Place:
 
 
 class SharedJob:
-    """Spans of chunks, which the threads that run it take one after the other; see _native.pyi.
+    """Spans of chunks, which threads take one after the other; see _native.pyi. It keeps their memory alive.
 
-    It keeps the memory of the chunks alive.
+    Args:
+        queue: of its threads.
+        made: what the extension returned: the job, the bytes of scratch memory that it needs, and its address.
+        gate: of the memory of the chunks, the one that the extension has got.
     """
 
-    def __init__(self, native: Any, made: tuple[Any, int], firsts: Column) -> None:
-        self._native, self._firsts = native, firsts
-        self._job, self._scratch_bytes = made
+    def __init__(self, queue: JobQueue, made: tuple[Any, int, int], firsts: Column, gate: Gate | None = None) -> None:
+        self._queue, self._firsts, self._gate = queue, firsts, gate
+        self.handle, self.scratch_bytes, self.address = made
+        self._look: Callable[[int, int], object] | None = None
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        if len(firsts) == 1:
+            self._done.set()
 
-    def run(self, look: Callable[[int, int], object] | None = None) -> None:
-        """Take spans until none is left, or the gate of their memory is closed.
+    @property
+    def spans(self) -> int:
+        """Return how many spans it has."""
+        return len(self._firsts) - 1
+
+    def start(self, look: Callable[[int, int], object] | None = None, *, urgent: bool = False) -> SharedJob:
+        """Begin to run it on the threads; return it, a call that waits.
 
         Args:
             look: called with the first and the last chunk, plus one, of spans that Python must look at.
+            urgent: before the jobs that wait already.
         """
-        while self._native.spans_left(self._job):  # a thread that comes too late needs no memory
+        self._look = look
+        if self.spans:
+            self._queue.start(self, urgent=urgent)
+        return self
+
+    def run(self) -> None:
+        """Take spans in this thread until none is left."""
+        native = self._queue.native
+        while native.spans_left(self.handle) > 0:  # a thread that comes too late needs no memory
             with planes.scratch.borrowed():
-                span = self._native.run(self._job, planes.scratch.room("native", self._scratch_bytes))
-            if span >= 0 and look is not None:
-                look(int(self._firsts[span]), int(self._firsts[span + 1]))
+                span = native.run(self.handle, planes.scratch.room("native", self.scratch_bytes))
+            self.note(span)
 
-    def start(
-        self, threads: Threads, gate: Gate | None = None, look: Callable[[int, int], object] | None = None
-    ) -> Pending[None]:
-        """Begin to run it on all threads."""
+    def help(self) -> None:
+        """Take spans too, since the threads may have other work first; then wait for it."""
+        self.run()
+        self()
 
-        def run(_: int) -> None:
-            self.run(look)
+    def note(self, span: int) -> None:
+        """Handle what `_native.run` or `serve` returned for this job."""
+        if span >= 0:
+            try:
+                look = self._look or _look_at_nothing
+                (look if self._gate is None else self._gate.guarded(look))(
+                    int(self._firsts[span]), int(self._firsts[span + 1])
+                )
+            except BaseException as error:  # noqa: BLE001  raised by `__call__`
+                self._error = self._error or error
+        native = self._queue.native
+        if span == native.ENDED or (span >= 0 and native.done(self.handle)):
+            self._queue.forget(self)
+            self._look = None  # it holds memory that nothing needs any more
+            self._done.set()
 
-        act = run if gate is None else gate.guarded(run)
-        return threads.start(act, range(min(threads.count, len(self._firsts) - 1)))
+    def __call__(self) -> None:
+        """Wait until all spans are done; raise an exception of `look`."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
 
-    def help(
-        self, begun: Pending[None], gate: Gate | None = None, look: Callable[[int, int], object] | None = None
-    ) -> None:
-        """Run it in this thread too, since its threads may have other work first; then wait for it."""
-        if gate is None:
-            self.run(look)
-        else:
-            gate.guarded(self.run)(look)
-        begun()
+    def is_done(self) -> bool:
+        """Return whether all spans are done."""
+        return self._done.is_set()
+
+
+def _look_at_nothing(first: int, last: int) -> None:
+    pass
+
+
+class JobQueue:
+    """Jobs that the threads of a pool run, the first one first. A thread that has taken one goes from job to job."""
+
+    def __init__(self, native: Any, threads: Threads) -> None:
+        self.native, self.threads = native, threads
+        self._begin()
+
+    def _begin(self) -> None:
+        self._queue, self._pid, self._lock = self.native.queue(), os.getpid(), threading.Lock()
+        self._jobs: dict[int, SharedJob] = {}  # by address, until they are done
+        self._serving: set[object] = set()  # a token of each thread that serves the queue, or soon will
+
+    def start(self, job: SharedJob, *, urgent: bool) -> None:
+        """Add a job.
+
+        Raises:
+            CapabilityError: not one thread can be started.
+        """
+        if self._pid != os.getpid():  # a fork has left the threads behind
+            self._begin()
+        self._jobs[job.address] = job
+        if not self.native.push(self._queue, job.handle, urgent):  # there are many already
+            job.run()
+            return
+        tokens: list[object] = []
+        try:
+            with self._lock:
+                tokens = [object() for _ in range(min(self.threads.count - len(self._serving), job.spans))]
+                self._serving.update(tokens)
+            if tokens:
+                self.threads.start(self._serve, tokens)
+        except BaseException:
+            self._serving.difference_update(tokens)
+            raise
+
+    def forget(self, job: SharedJob) -> None:
+        """Note that a job is done."""
+        self._jobs.pop(job.address, None)
+
+    def _serve(self, token: object) -> None:
+        """Run jobs until there are none."""
+        while True:
+            self._run_jobs()
+            with self._lock:
+                if not self.native.queued(self._queue):
+                    self._serving.discard(token)
+                    return
+
+    def _run_jobs(self) -> None:
+        nbytes = SCRATCH_BYTES
+        while self.native.queued(self._queue):
+            with planes.scratch.borrowed():
+                address, span = self.native.serve(self._queue, planes.scratch.room("native", nbytes))
+            if address:
+                self._jobs[address].note(span)
+            nbytes = max(nbytes, span)  # without an address it is what the next job needs
 
 
 def copy_job(
-    native: Any, chunks: Chunks, copies: Chunks | None, threads: int, *, seed: int = 0, digests: Bytes | None = None
+    queue: JobQueue, chunks: Chunks, copies: Chunks | None, *, seed: int = 0, digests: Bytes | None = None
 ) -> SharedJob:
     """Return a job that fills `digests`, (n, 16), of chunks, and copies them where `copies` has a place."""
-    firsts = cut(chunks.lengths, threads)
-    own = place(chunks), copies and place(copies), seed, digests, firsts, _closed(chunks)
-    return SharedJob(native, native.copy_job(*own), firsts)
+    firsts = cut(chunks.lengths, queue.threads.count)
+    own = place(chunks), copies and place(copies), seed, digests, firsts, _flags(chunks.gate)
+    return SharedJob(queue, queue.native.copy_job(*own), firsts, chunks.gate)
 
 
 def examine_job(
-    native: Any, given: Examination, found: Examined, buffer: Callable[[int], Bytes], seed: int, threads: int
+    queue: JobQueue, given: Examination, found: Examined, buffer: Callable[[int], Bytes], seed: int
 ) -> tuple[SharedJob, MadeBlobs]:
     """Return a job that fills `found`, and makes blobs.
 
@@ -146,33 +242,30 @@ def examine_job(
     """
     columns = (found.digests, found.base_digests, found.copied, np.ascontiguousarray(given.wanted, np.uint8))
     room = buffer if given.wanted.any() else _new_buffer
-    return _encode_job(native, given, columns, given.copies, room, seed, threads)
+    return _encode_job(queue, given, columns, given.copies, room, seed)
 
 
-def encode_job(
-    native: Any, batch: EncodeBatch, buffer: Callable[[int], Bytes], threads: int
-) -> tuple[SharedJob, MadeBlobs]:
+def encode_job(queue: JobQueue, batch: EncodeBatch, buffer: Callable[[int], Bytes]) -> tuple[SharedJob, MadeBlobs]:
     """Return a job that encodes chunks. It reports spans with chunks that the reference must encode."""
     digests, base_digests = (np.ascontiguousarray(c, np.uint8) for c in (batch.digests, batch.base_digests))
-    return _encode_job(native, batch, (digests, base_digests, None, None), None, buffer, 0, threads)
+    return _encode_job(queue, batch, (digests, base_digests, None, None), None, buffer, 0)
 
 
 def _encode_job(
-    native: Any,
+    queue: JobQueue,
     given: Examination | EncodeBatch,
     columns: tuple[Bytes, Bytes, Column | None, Column | None],
     copies: Chunks | None,
     buffer: Callable[[int], Bytes],
     seed: int,
-    threads: int,
 ) -> tuple[SharedJob, MadeBlobs]:
-    count, firsts, wanted = len(given.chunks), cut(given.chunks.lengths, threads), columns[3]
+    count, firsts, wanted = len(given.chunks), cut(given.chunks.lengths, queue.threads.count), columns[3]
     sizes, layouts = (np.ascontiguousarray(column, np.uint8) for column in (given.element_sizes, given.layouts))
     rooms = _room_bytes(given.chunks.lengths, sizes)
     ends = sums_before(rooms if wanted is None else rooms * wanted)
     places = ends[firsts] + ROOM_BYTES * np.arange(len(firsts))
     entries, starts, out = np.zeros(count, blob.ENTRY), np.zeros(count, np.int64), buffer(int(places[-1]))
-    job = native.encode_job(
+    job = queue.native.encode_job(
         place(given.chunks),
         place(given.bases),
         copies and place(copies),
@@ -188,10 +281,10 @@ def _encode_job(
         out,
         seed,
         firsts,
-        _closed(given.chunks),
+        _flags(given.chunks.gate),
     )
     tried = np.ones(count, bool) if wanted is None else wanted.view(bool)
-    return SharedJob(native, job, firsts), MadeBlobs(
+    return SharedJob(queue, job, firsts, given.chunks.gate), MadeBlobs(
         entries, Chunks([out], np.zeros(count, np.int64), starts, rooms), tried
     )
 
@@ -200,8 +293,8 @@ def _new_buffer(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
 
 
-def _closed(chunks: Chunks) -> bytearray | None:
-    return None if chunks.gate is None else chunks.gate.closed
+def _flags(gate: Gate | None) -> Column | None:
+    return None if gate is None else gate.flags
 
 
 def _room_bytes(lengths: Column, sizes: Bytes) -> Column:
@@ -214,11 +307,10 @@ def _room_bytes(lengths: Column, sizes: Bytes) -> Column:
 
 
 def decode_job(
-    native: Any,
+    queue: JobQueue,
     batch: DecodeBatch,
     done: Column,
     seed: int,
-    threads: int,
     *,
     each: Bytes | None = None,
     reports_all: bool = False,
@@ -230,9 +322,9 @@ def decode_job(
         each: (m, 16) digests of the chunks of all blobs, to verify them too.
         reports_all: report all spans.
     """
-    firsts, none = cut(batch.outs.lengths, threads), np.full(len(batch.counts), -1, np.int64)
+    firsts, none = cut(batch.outs.lengths, queue.threads.count), np.full(len(batch.counts), -1, np.int64)
     columns = (np.ascontiguousarray(c, np.int64) for c in (batch.offsets, batch.lengths, batch.counts))
-    job = native.decode_job(
+    job = queue.native.decode_job(
         batch.stored,
         *columns,
         np.ascontiguousarray(batch.digests),
@@ -243,6 +335,6 @@ def decode_job(
         done,
         reports_all,
         firsts,
-        batch.gate.closed,
+        batch.gate.flags,
     )
-    return SharedJob(native, job, firsts)
+    return SharedJob(queue, job, firsts, batch.gate)

@@ -17,10 +17,10 @@ from snapstore.format.blobs import blob
 def use_reference(patch: pytest.MonkeyPatch) -> None:
     """Let every CPU engine do its work in NumPy."""
 
-    def keep(engine: cpu.CpuEngine, native: object) -> None:  # for later, when the patch is undone
-        engine.__dict__["_native"] = native
+    def keep(engine: cpu.CpuEngine, jobs: object) -> None:  # for later, when the patch is undone
+        engine.__dict__["_jobs"] = jobs
 
-    patch.setattr(cpu.CpuEngine, "_native", property(lambda _: None, keep), raising=False)
+    patch.setattr(cpu.CpuEngine, "_jobs", property(lambda _: None, keep), raising=False)
 
 
 def replace_encode(patch: pytest.MonkeyPatch, encode: Callable[..., Any]) -> None:

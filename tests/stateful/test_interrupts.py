@@ -23,6 +23,7 @@ from snapstore.engine import spans
 from snapstore.engine.cpu import CpuEngine
 from snapstore.format.blobs import chain_decode
 from snapstore.protocol.liveness import orphaned_sessions
+from snapstore.save import chunk_writer
 from snapstore.save.chunk_writer import ChunkWriter
 from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
@@ -87,7 +88,7 @@ def interrupted_restore(store, at):
         decode(*args, **options)
         ended.append(0)
 
-    interrupter = Interrupter("chunks/reader.py", "engine/cpu.py", "threads.py", at=at)
+    interrupter = Interrupter("chunks/reader.py", "engine/cpu.py", "engine/spans.py", "threads.py", at=at)
     with opened(store) as repository, pytest.MonkeyPatch.context() as patch:
         use_reference(patch)
         patch.setattr(chain_decode, "decode_chain", slowly)
@@ -113,30 +114,25 @@ def test_a_restore_writes_nothing_after_ctrl_c(monkeypatch):
 
 
 def interrupted_reads(store, at):
-    """Interrupt a save of the caller's own memory; return the places that it has passed, and how often threads of the
-    pool began or ended to read that memory, or to write the bases, after it had ended."""
-    begun, ended = [], []
+    """Interrupt a save of the caller's own memory; return the places that it has passed, and how many jobs might still
+    read that memory, or write the bases, after it had ended."""
+    gates = []
 
-    run = spans.SharedJob.run
+    class Counted(Gate):
+        def __init__(self):
+            super().__init__()
+            gates.append(self)
 
-    def slowly(self, look=None):
-        begun.append(0)
-        time.sleep(0.002)
-        run(self, look)
-        ended.append(0)
-
-    interrupter = Interrupter("save/chunk_writer.py", "engine/cpu.py", "threads.py", at=at)
+    interrupter = Interrupter("save/chunk_writer.py", "engine/cpu.py", "engine/spans.py", "threads.py", at=at)
     state = {"w": torch.arange(8192.0)}
     with SnapshotManager(store, run="a", async_save=False, options=OPTIONS) as manager:
         manager.save(0, state).result()
         state["w"] += 1
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(spans.SharedJob, "run", slowly)
+            patch.setattr(chunk_writer, "Gate", Counted)
             with suppress(KeyboardInterrupt):
                 interrupter.call(lambda: manager.save(1, state).result())
-            done = len(begun) + len(ended)
-            time.sleep(0.01)
-            late = len(begun) + len(ended) - done
+            late = sum(not gate.is_closed or gate._inside or int(gate.flags[1]) for gate in gates)
         manager.save(2, state).result()  # with whatever the base is now
         assert torch.equal(manager.restore(2)["w"], state["w"])
     return interrupter.passed, late
@@ -159,21 +155,20 @@ def test_a_save_reads_nothing_after_ctrl_c(monkeypatch):
 def test_a_save_that_fails_waits_for_its_last_reads(monkeypatch):
     """Engines of devices know no gate."""
     monkeypatch.setattr(CpuEngine, "batch_bytes", 8192)
-    monkeypatch.setattr(Gate, "guarded", lambda self, job: job)
-    run, begun, ended = spans.SharedJob.run, [], []
+    monkeypatch.setattr(spans, "_flags", lambda gate: None)
+    start, begun = spans.SharedJob.start, []
 
-    def slowly(self, look=None):
-        begun.append(0)
-        time.sleep(0.05)
-        run(self, look)
-        ended.append(0)
+    def started(self, *args, **options):
+        begun.append(self)
+        return start(self, *args, **options)
 
     def fail(*args):
         raise StorageError("no such disk")
 
     with opened(created(1024)) as repository:
-        monkeypatch.setattr(spans.SharedJob, "run", slowly)
+        monkeypatch.setattr(spans.SharedJob, "start", started)
         monkeypatch.setattr(ChunkWriter, "end_part", fail)
         with pytest.raises(StorageError, match="no such disk"):
-            repository.save({"w": torch.arange(16384.0)}, run="a", step=0)
-        assert len(begun) == len(ended) > 0
+            repository.save({"w": torch.arange(2.0**20)}, run="a", step=0)
+        assert all(job.is_done() for job in begun)
+        assert len(begun) > 10

@@ -48,8 +48,8 @@ def symbols(count, values, skew, seed):
 def digest_of(data, seed):
     out = np.empty((1, 16), np.uint8)
     place = [data], np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([data.size])
-    job, scratch_bytes = native.copy_job(place, None, seed, out, np.array([0, 1]), None)
-    assert native.run(job, np.empty(scratch_bytes, np.uint8)) == -1
+    job, scratch_bytes, _ = native.copy_job(place, None, seed, out, np.array([0, 1]), None)
+    assert native.run(job, np.empty(scratch_bytes, np.uint8)) == native.ENDED
     return out.tobytes()
 
 

@@ -17,7 +17,7 @@ from snapstore.format.blobs import blob, chain_decode, codecs, plane_kinds, plan
 from snapstore.format.blobs.codecs import sparse
 from snapstore.format.hashing import digest
 from snapstore.format.manifests import delta_choice
-from snapstore.threads import Threads
+from snapstore.threads import Gate, Threads
 
 native = spans.extension()
 pytestmark = pytest.mark.skipif(native is None, reason="the extension is not built")
@@ -394,8 +394,8 @@ NONE = ([], np.array([-1]), np.array([0]), np.array([0]))
 ONE_SPAN = np.array([0, 1])
 
 
-def copy_job(chunks, copies=None, out=None, firsts=ONE_SPAN, closed=None):
-    return native.copy_job(chunks, copies, 0, out, firsts, closed)
+def copy_job(chunks, copies=None, out=None, firsts=ONE_SPAN, gate=None):
+    return native.copy_job(chunks, copies, 0, out, firsts, gate)
 
 
 def encode_job(data, **changed):
@@ -405,7 +405,7 @@ def encode_job(data, **changed):
         "layouts": np.ones(1, np.uint8), "mode": 1, "terms": planes.ENTROPY_TERMS, "limits": np.array([UNLIMITED]),
         "digests": np.zeros(16, np.uint8), "base_digests": np.zeros(16, np.uint8), "copied": None, "wanted": None,
         "entries": np.zeros(blob.ENTRY.itemsize, np.uint8), "starts": np.zeros(1, np.int64),
-        "places": np.array([0, 8192]), "out": np.zeros(8192, np.uint8), "seed": 0, "firsts": ONE_SPAN, "closed": None,
+        "places": np.array([0, 8192]), "out": np.zeros(8192, np.uint8), "seed": 0, "firsts": ONE_SPAN, "gate": None,
     } | changed  # fmt: skip
     return native.encode_job(*arguments.values())
 
@@ -414,14 +414,14 @@ def decode_job(data, offset=0, length=96, count=1, **changed):
     arguments = {
         "stored": data, "offsets": np.array([offset]), "lengths": np.array([length]), "counts": np.array([count]),
         "digests": np.zeros(16, np.uint8), "each": None, "outs": one(data.copy()), "bases": NONE, "seed": 0,
-        "done": np.zeros(1, np.uint8), "reports_all": False, "firsts": ONE_SPAN, "closed": None,
+        "done": np.zeros(1, np.uint8), "reports_all": False, "firsts": ONE_SPAN, "gate": None,
     } | changed  # fmt: skip
     return native.decode_job(*arguments.values())
 
 
-def run(made, room_bytes=0):
-    job, scratch_bytes = made
-    return native.run(job, np.empty(scratch_bytes + room_bytes, np.uint8))
+def run(made):
+    job, scratch_bytes, _ = made
+    return native.run(job, np.empty(scratch_bytes, np.uint8))
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 4), (0, 101), (100, 1), (50, -1), (2**62, 2**62)])
@@ -443,8 +443,8 @@ def test_wrong_columns_are_refused():
     for firsts in ([1, 1], [0, 2], [0, 0], [0, 1, 0, 1], [0], []):
         with pytest.raises(ValueError, match="spans do not have all chunks"):
             copy_job(one(data), firsts=np.array(firsts, np.int64))
-    with pytest.raises(ValueError, match="a column of 2 bytes"):
-        copy_job(one(data), closed=bytearray(2))
+    with pytest.raises(ValueError, match="a column of 8 bytes"):
+        copy_job(one(data), gate=np.zeros(1, np.int64))
     byte = np.ones(1, np.uint8)
     for changed, match in (
         ({"sizes": byte * 3}, "wrong element sizes"), ({"sizes": byte * 64}, "wrong element sizes"),
@@ -467,7 +467,7 @@ def test_wrong_columns_are_refused():
         decode_job(data, bases=one(data, 0, 95))
     for made in (encode_job(data), decode_job(data)):
         for room in (np.empty(made[1] - 1, np.uint8), np.empty(made[1] + 1, np.uint8)[1:]):
-            with pytest.raises(ValueError, match="too little scratch memory, or not aligned"):
+            with pytest.raises(ValueError, match=r"too little scratch memory|not aligned"):
                 native.run(made[0], room)
     with pytest.raises(ValueError, match="invalid PyCapsule"):
         native.run(object(), sixteen)
@@ -481,44 +481,104 @@ def test_little_room_declines_a_blob():
         assert run(made) == 0
         assert entries.view(blob.ENTRY)["length"].tolist() == [0]
         assert run(made) == -1
+        assert native.done(made[0])
+
+
+def job_of_spans(count, gate=None, **changed):
+    """Return a job of spans that Python must look at: damaged blobs of 10 bytes."""
+    rows = np.zeros(count, np.int64), np.arange(0, 10 * count, 10), np.full(count, 10)
+    return decode_job(
+        noise_of(10 * count), outs=([np.zeros(10 * count, np.uint8)], *rows),
+        bases=([], np.full(count, -1), *rows[1:]), offsets=rows[1], lengths=rows[2], counts=np.ones(count, np.int64),
+        digests=np.zeros((count, 16), np.uint8), done=np.zeros(count, np.uint8), firsts=np.arange(count + 1), gate=gate,
+        **changed,
+    )  # fmt: skip
 
 
 def test_a_closed_gate_ends_a_job():
     """The spans that are running are finished, and no other one is begun: the memory may be gone by then."""
-    data, closed = noise_of(80), bytearray(1)
-    rows = [data], np.zeros(8, np.int64), np.arange(0, 80, 10), np.full(8, 10)
-    out = np.zeros((8, 16), np.uint8)
-    job = decode_job(
-        data, outs=([np.zeros(80, np.uint8)], *rows[1:]), bases=([], np.full(8, -1), *rows[2:]),
-        offsets=np.arange(0, 80, 10), lengths=np.full(8, 10), counts=np.ones(8, np.int64),
-        digests=np.zeros((8, 16), np.uint8), done=np.zeros(8, np.uint8), firsts=np.arange(9), closed=closed,
-    )  # fmt: skip
+    gate = Gate()
+    job = job_of_spans(8, gate.flags)
     assert [run(job) for _ in range(3)] == [0, 1, 2]
-    closed[0] = 1
-    assert run(job) == -1
-    closed[0] = 0
-    assert [run(job) for _ in range(6)] == [3, 4, 5, 6, 7, -1]
-    digests = copy_job(rows, out=out, firsts=np.arange(9), closed=bytearray(b"\1"))
-    assert run(digests) == -1
+    gate.close()
+    assert run(job) == -1  # all other spans are done; Python looks at three
+    assert [native.done(job[0]) for _ in range(3)] == [False, False, True]
+    assert gate.flags.tolist() == [1, 0]
+    out = np.zeros((8, 16), np.uint8)
+    digests = copy_job(([noise_of(80)], np.zeros(8, np.int64), np.arange(0, 80, 10), np.full(8, 10)), None, out,
+                       np.arange(9), gate.flags)  # fmt: skip
+    assert run(digests) == native.ENDED
     assert not out.any()
+
+
+def test_a_queue_serves_urgent_jobs_first():
+    queue, jobs = native.queue(), [job_of_spans(2) for _ in range(4)]
+    scratch = np.empty(max(job[1] for job in jobs), np.uint8)
+    assert native.serve(queue, scratch) == (0, -1)
+    for job, urgent in zip(jobs, (False, True, True, False), strict=True):
+        assert native.push(queue, job[0], urgent)
+    assert not native.push(queue, jobs[0][0], False)  # it is in the queue already
+    assert native.queued(queue) == 4
+    assert native.serve(queue, scratch[:-1].view()) == (0, jobs[1][1])
+    assert run(jobs[3]) == 0  # a thread that helps
+    found = [native.serve(queue, scratch) for _ in range(8)]
+    expected = [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (3, 1)]
+    assert found == [*((jobs[number][2], span) for number, span in expected), (0, -1)]
+    assert native.queued(queue) == 0
+    assert [native.done(job[0]) for job in jobs for _ in range(2)] == [False, True] * 4
+
+
+def test_a_full_queue_refuses_a_job():
+    queue, jobs = native.queue(), [job_of_spans(1) for _ in range(65)]
+    assert [native.push(queue, job[0], False) for job in jobs] == [True] * 64 + [False]
+    assert not native.push(native.queue(), job_of_spans(0)[0], False)
+    for job in jobs:
+        run(job)
 
 
 def noise_of(count):
     return np.random.default_rng(count).integers(0, 256, count, np.uint8)
 
 
-def test_threads_share_a_job(reference):
-    """Each chunk is handled once, whichever thread takes it."""
+def test_threads_share_jobs(reference):
+    """Each chunk is handled once, whichever thread takes it, from whichever job."""
     threads = Threads(8)
+    queue = spans.JobQueue(native, threads)
     chunks = Chunks.of([noise_of(count) for count in range(2000, 2300)])
+    starts = np.cumsum(chunks.lengths) - chunks.lengths
+    expected = reference.start_digests(chunks)()
     for _ in range(examples(20)):
-        out, copies = np.zeros((300, 16), np.uint8), np.zeros(sum(chunks.lengths), np.uint8)
-        places = Chunks([copies], np.zeros(300, np.int64), np.cumsum(chunks.lengths) - chunks.lengths, chunks.lengths)
-        firsts = np.arange(301)
-        made = native.copy_job(spans.place(chunks), spans.place(places), SEED, out, firsts, None)
-        spans.SharedJob(native, made, firsts).start(threads)()
-        assert (out == reference.start_digests(chunks)()).all()
-        assert copies.tobytes() == b"".join(view.tobytes() for view in chunks.views())
+        jobs, outs = [], []
+        for number in range(4):
+            out, copies = np.zeros((300, 16), np.uint8), np.zeros(sum(chunks.lengths), np.uint8)
+            places = Chunks([copies], np.zeros(300, np.int64), starts, chunks.lengths)
+            firsts = np.arange(301)
+            made = native.copy_job(spans.place(chunks), spans.place(places), SEED, out, firsts, None)
+            jobs.append(spans.SharedJob(queue, made, firsts).start(urgent=number == 2))
+            outs.append((out, copies))
+        jobs[3].help()
+        for job, (out, copies) in zip(jobs, outs, strict=True):
+            job()
+            assert job.is_done()
+            assert (out == expected).all()
+            assert copies.tobytes() == b"".join(view.tobytes() for view in chunks.views())
+    threads.close()
+
+
+def test_an_error_while_python_looks_is_raised_in_the_end():
+    threads = Threads(2)
+    firsts, seen = np.arange(9), []
+    job = spans.SharedJob(spans.JobQueue(native, threads), job_of_spans(8), firsts)
+
+    def look(first, last):
+        seen.append(first)
+        if first == 3:
+            raise IntegrityError("span 3")
+
+    job.start(look)
+    with pytest.raises(IntegrityError, match="span 3"):
+        job()
+    assert sorted(seen) == list(range(8))
     threads.close()
 
 

@@ -1,4 +1,5 @@
-"""`tools/bench copies`: the cost of a copy that rebuilds each chunk it sends, beside one that does not, and the saves.
+"""`tools/bench copies`: the cost of a copy that rebuilds each chunk it sends, beside one that does not, and the saves;
+and the cost of every verb that encodes or decodes, by the extension in C and without it.
 
 A GPT is trained on the CPU on Python's sources (gpu_train.py). Its state in fp32 (weights and the two moments) is saved
 every few steps, as a run. Then the run is copied to new repositories in memory: in one pass, as `snapstore copy --run`,
@@ -9,6 +10,8 @@ process, the least of a few rounds; each is printed beside that of the saves. No
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 import time
 from collections.abc import Callable
 
@@ -17,6 +20,7 @@ import torch
 from benchmarks import gpu_train
 from benchmarks.bytes import SIZE
 from snapstore import Repository
+from snapstore.convert import import_checkpoints
 from snapstore.storage.memory import MemoryStore
 
 SNAPSHOTS, GAP_STEPS, ROUNDS = 8, 5, 3
@@ -46,8 +50,32 @@ def copied(source: Repository, *, verify: bool, one_by_one: bool) -> None:
                 raise SystemExit(f"bench: {result.failed}")
 
 
+def verbs(states: list[gpu_train.State], engine: str) -> dict[str, float]:
+    """Return the CPU seconds of each verb by an engine, "native" or "numpy"."""
+    os.environ["SNAPSTORE_ENGINE"] = engine
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, saved(states) as source, Repository.create(MemoryStore()) as target:
+        refs, paths = [s.ref for s in source.snapshots()], [f"{folder}/{step}.pt" for step in range(len(states))]
+        for path, state in zip(paths, states, strict=True):
+            torch.save(state, path)
+        work: dict[str, Callable[[], object]] = {
+            "save": lambda: saved(states).close(),
+            "restore": lambda: [source.restore(ref) for ref in refs],
+            "check --read-data": lambda: source.check("data"),
+            "check --restore": lambda: source.check("restore"),
+            "copy, verified": lambda: copied(source, verify=True, one_by_one=False),
+            "diff": lambda: source.diff(refs[0], refs[-1]),
+            "import": lambda: list(import_checkpoints(target, paths, run="i")),
+            "forget, compact": lambda: (source.forget_snapshots(refs[:-1:2]), source.compact()),
+        }
+        for name, call in work.items():
+            found[name] = cpu_s(call)
+    del os.environ["SNAPSTORE_ENGINE"]
+    return found
+
+
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny state, one round")
     quick = parser.parse_args().quick
@@ -71,3 +99,8 @@ def main() -> None:
         rows["check --restore"] = min(cpu_s(lambda: source.check("restore")) for _ in rounds)
     for name, spent_s in rows.items():
         print(f"{name:32}{spent_s:8.2f}{spent_s / saves_s:9.2f}{spent_s / training_s:12.3f}")
+    by_engine = [[verbs(states, engine) for _ in rounds] for engine in ("numpy", "native")]
+    print(f"{'CPU s by verb':32}{'NumPy':>8}{'C':>8}{'NumPy / C':>12}")
+    for name in by_engine[0][0]:
+        numpy_s, native_s = (min(one[name] for one in found) for found in by_engine)
+        print(f"{name:32}{numpy_s:8.2f}{native_s:8.2f}{numpy_s / native_s:12.2f}")

@@ -1,8 +1,14 @@
 // A job holds what Python passed, checked once, until it is dropped. Any number of threads may run it at the same
-// time: each takes the next span until none is left, or the owner of the memory has closed its gate.
+// time: each takes the next span until none is left, or the owner of the memory has closed its gate. Threads that serve
+// a queue go from job to job, so that they need Python's lock only when a job ends, or Python must look at a span.
 #include "jobs.h"
 
+#include <sched.h>
+
 #define JOB "snapstore job"
+#define QUEUE "snapstore queue"
+#define MOST_QUEUED 64
+#define SPINS 1000  // of a lock that is held for some instructions, before the thread lets others run
 #define COPY_ALIGNMENT 64
 
 typedef struct Job Job;
@@ -36,13 +42,21 @@ typedef struct {
     bool reports_all;
 } DecodeColumns;
 
+typedef struct {
+    int lock;
+    Py_ssize_t count;
+    Job *jobs[MOST_QUEUED];  // that have spans left, the first one first; Python keeps them alive
+} Queue;
+
 struct Job {
     Columns columns;
     Spans chunks, bases, copies;
+    Queue *queue;        // NULL: in none
     Py_ssize_t spans;
     const i64 *firsts;   // (spans + 1,) the first chunk of each span
-    i64 next;            // the span that nobody has taken yet
-    const u8 *closed;    // not 0: no thread may take a span any more
+    i64 next, left;      // the span that nobody has taken yet; how many are not done
+    bool is_urgent;      // it goes before the jobs that are not
+    i64 *gate;           // not 0: the memory may not be used any more; and how many threads use it; or NULL
     size_t scratch_bytes;
     bool (*act)(const Job *, Py_ssize_t span, Scratch *);  // returns whether Python must look at the span
     CopyColumns copy;
@@ -72,11 +86,9 @@ static PyObject *finish(Job *job, bool complete) {
         drop(job);
         return NULL;
     }
-    PyObject *bytes = PyLong_FromSize_t(job->scratch_bytes), *result = NULL;
-    if (bytes) result = PyTuple_Pack(2, capsule, bytes);
+    PyObject *made = Py_BuildValue("OnK", capsule, (Py_ssize_t)job->scratch_bytes, (unsigned long long)(uintptr_t)job);
     Py_DecRef(capsule);
-    if (bytes) Py_DecRef(bytes);
-    return result;
+    return made;
 }
 
 static bool refuse(const char *what) {
@@ -91,7 +103,7 @@ static Job *new_job(void) {
 }
 
 // Take the spans of a job whose chunks are there, and the gate.
-static bool take_rows(Job *job, PyObject *firsts, PyObject *closed) {
+static bool take_rows(Job *job, PyObject *firsts, PyObject *gate) {
     if (!(job->firsts = take_column(&job->columns, firsts, -1, false))) return false;
     const size_t bytes = last_bytes(&job->columns);
     job->spans = (Py_ssize_t)(bytes / 8) - 1;
@@ -99,8 +111,8 @@ static bool take_rows(Job *job, PyObject *firsts, PyObject *closed) {
     for (Py_ssize_t i = 0; i < job->spans && ascending; i++) ascending = job->firsts[i] <= job->firsts[i + 1];
     if (!ascending || job->firsts[0] || job->firsts[job->spans] != job->chunks.count)
         return refuse("spans do not have all chunks, in order");
-    if (closed != Py_None && !(job->closed = take_column(&job->columns, closed, 1, false))) return false;
-    return true;
+    job->left = job->spans;
+    return gate == Py_None || (job->gate = take_column(&job->columns, gate, 2 * sizeof(i64), true));
 }
 
 static size_t largest(const Spans *chunks) {
@@ -117,42 +129,176 @@ static bool are_as_long(const Spans *chunks, const Spans *others) {
     return true;
 }
 
-// Return how many spans nobody has taken yet.
-static i64 spans_left(const Job *job) {
-    if (job->closed && __atomic_load_n(job->closed, __ATOMIC_ACQUIRE)) return 0;
-    const i64 next = __atomic_load_n(&job->next, __ATOMIC_RELAXED);
-    return next < job->spans ? job->spans - next : 0;
+// -- spans of jobs
+
+static void lock(Queue *queue) {
+    for (int spins = 0; __atomic_exchange_n(&queue->lock, 1, __ATOMIC_ACQUIRE); spins++)
+        if (spins > SPINS) sched_yield();
+}
+
+static void unlock(Queue *queue) { __atomic_store_n(&queue->lock, 0, __ATOMIC_RELEASE); }
+
+// Take a job out of a locked queue.
+static void leave(Queue *queue, const Job *job) {
+    Py_ssize_t kept = 0;
+    for (Py_ssize_t i = 0; i < queue->count; i++)
+        if (queue->jobs[i] != job) queue->jobs[kept++] = queue->jobs[i];
+    queue->count = kept;
+}
+
+// Take the next span of a job, -1: none is left. The job stays alive until the span is done.
+static i64 take_span(Job *job) {
+    const i64 span = job->next < job->spans ? job->next++ : -1;
+    if (job->queue && job->next == job->spans) {
+        leave(job->queue, job);
+        job->queue = NULL;
+    }
+    return span;
+}
+
+// Do a span, unless its memory may not be used any more. Return whether Python must look at it; if not, it is done.
+static bool act_on(Job *job, i64 span, u8 *scratch) {
+    bool looks = false;
+    if (job->gate) __atomic_fetch_add(&job->gate[1], 1, __ATOMIC_SEQ_CST);
+    if (!job->gate || !__atomic_load_n(&job->gate[0], __ATOMIC_SEQ_CST))
+        looks = job->act(job, (Py_ssize_t)span, (Scratch *)scratch);
+    if (job->gate) __atomic_fetch_sub(&job->gate[1], 1, __ATOMIC_SEQ_CST);
+    return looks;
+}
+
+// Note that a span is done; return whether it was the last one.
+static bool is_last(Job *job) { return __atomic_sub_fetch(&job->left, 1, __ATOMIC_ACQ_REL) == 0; }
+
+// Return scratch memory, and its bytes; NULL with an exception.
+static u8 *take_scratch(Columns *columns, PyObject *given, size_t *bytes) {
+    u8 *scratch = take_column(columns, given, -1, true);
+    if (!scratch) return NULL;
+    *bytes = last_bytes(columns);
+    if ((uintptr_t)scratch % _Alignof(Scratch) == 0) return scratch;
+    release_columns(columns);
+    refuse("scratch memory that is not aligned");
+    return NULL;
 }
 
 PyObject *py_spans_left(PyObject *self, PyObject *capsule) {
     (void)self;
     const Job *job = PyCapsule_GetPointer(capsule, JOB);
-    return job ? PyLong_FromLongLong(spans_left(job)) : NULL;
+    return job ? PyLong_FromLongLong(job->spans - __atomic_load_n(&job->next, __ATOMIC_RELAXED)) : NULL;
 }
 
 PyObject *py_run(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *capsule, *given;
     Columns columns = {.count = 0};
+    size_t bytes;
     if (!PyArg_ParseTuple(args, "OO", &capsule, &given)) return NULL;
     Job *job = PyCapsule_GetPointer(capsule, JOB);
-    u8 *scratch = job ? take_column(&columns, given, -1, true) : NULL;
+    u8 *scratch = job ? take_scratch(&columns, given, &bytes) : NULL;
     if (!scratch) return NULL;
-    if (last_bytes(&columns) < job->scratch_bytes || (uintptr_t)scratch % _Alignof(Scratch)) {
+    if (bytes < job->scratch_bytes) {
         release_columns(&columns);
-        PyErr_SetString(PyExc_ValueError, "too little scratch memory, or not aligned");
+        refuse("too little scratch memory");
         return NULL;
     }
-    i64 found = -1;
+    Queue *queue = job->queue;
+    bool looks = false, ends = false;
+    i64 span = 0;
     Py_BEGIN_ALLOW_THREADS
-    while (found < 0 && spans_left(job)) {
-        const i64 span = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
-        if (span >= job->spans) break;
-        if (job->act(job, (Py_ssize_t)span, (Scratch *)scratch)) found = span;
+    while (!looks && !ends) {
+        if (queue) lock(queue);
+        span = take_span(job);
+        if (queue) unlock(queue);
+        if (span < 0) break;
+        looks = act_on(job, span, scratch);
+        ends = !looks && is_last(job);
     }
     Py_END_ALLOW_THREADS
     release_columns(&columns);
-    return PyLong_FromLongLong(found);
+    return PyLong_FromLongLong(looks ? span : ends ? ENDED : NONE_LEFT);
+}
+
+PyObject *py_done(PyObject *self, PyObject *capsule) {
+    (void)self;
+    Job *job = PyCapsule_GetPointer(capsule, JOB);
+    return job ? PyBool_FromLong(is_last(job)) : NULL;
+}
+
+// -- the queue
+
+static void drop_queue(PyObject *capsule) { PyMem_Free(PyCapsule_GetPointer(capsule, QUEUE)); }
+
+PyObject *py_queue(PyObject *self, PyObject *nothing) {
+    (void)self, (void)nothing;
+    Queue *queue = PyMem_Calloc(1, sizeof *queue);
+    if (!queue) return PyErr_NoMemory();
+    PyObject *capsule = PyCapsule_New(queue, QUEUE, drop_queue);
+    if (!capsule) PyMem_Free(queue);
+    return capsule;
+}
+
+PyObject *py_push(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsules[2];
+    int is_urgent;
+    if (!PyArg_ParseTuple(args, "OOp", &capsules[0], &capsules[1], &is_urgent)) return NULL;
+    Queue *queue = PyCapsule_GetPointer(capsules[0], QUEUE);
+    Job *job = queue ? PyCapsule_GetPointer(capsules[1], JOB) : NULL;
+    if (!job) return NULL;
+    lock(queue);
+    const bool fits = queue->count < MOST_QUEUED && job->spans && !job->next && !job->queue;
+    if (fits) {
+        Py_ssize_t at = queue->count;
+        if (is_urgent)
+            for (at = 0; at < queue->count && queue->jobs[at]->is_urgent;) at++;
+        job->is_urgent = is_urgent;
+        memmove(queue->jobs + at + 1, queue->jobs + at, sizeof(Job *) * (size_t)(queue->count - at));
+        queue->jobs[at] = job, job->queue = queue;
+        queue->count++;
+    }
+    unlock(queue);
+    return PyBool_FromLong(fits);
+}
+
+PyObject *py_queued(PyObject *self, PyObject *capsule) {
+    (void)self;
+    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    if (!queue) return NULL;
+    lock(queue);
+    const Py_ssize_t count = queue->count;
+    unlock(queue);
+    return PyLong_FromSsize_t(count);
+}
+
+PyObject *py_serve(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *capsule, *given;
+    Columns columns = {.count = 0};
+    size_t bytes, needed = 0;
+    if (!PyArg_ParseTuple(args, "OO", &capsule, &given)) return NULL;
+    Queue *queue = PyCapsule_GetPointer(capsule, QUEUE);
+    u8 *scratch = queue ? take_scratch(&columns, given, &bytes) : NULL;
+    if (!scratch) return NULL;
+    Job *job = NULL;
+    bool looks = false, ends = false;
+    i64 span = 0;
+    Py_BEGIN_ALLOW_THREADS
+    while (!looks && !ends && !needed) {
+        lock(queue);
+        job = queue->count ? queue->jobs[0] : NULL;
+        if (job && job->scratch_bytes > bytes)
+            needed = job->scratch_bytes;
+        else if (job)
+            span = take_span(job);
+        unlock(queue);
+        if (!job || needed) break;
+        looks = act_on(job, span, scratch);
+        ends = !looks && is_last(job);
+    }
+    Py_END_ALLOW_THREADS
+    release_columns(&columns);
+    if (needed) return Py_BuildValue("Kn", 0ULL, (Py_ssize_t)needed);
+    return Py_BuildValue("KL", job ? (unsigned long long)(uintptr_t)job : 0ULL,
+                         (long long)(looks ? span : ends ? ENDED : NONE_LEFT));
 }
 
 // -- copies and digests
@@ -172,12 +318,12 @@ static bool copy_span(const Job *job, Py_ssize_t span, Scratch *scratch) {
 
 PyObject *py_copy_job(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *chunks, *copies, *out, *firsts, *closed;
+    PyObject *chunks, *copies, *out, *firsts, *gate;
     unsigned long long seed;
     Job *job = new_job();
     if (!job) return NULL;
-    if (!PyArg_ParseTuple(args, "OOKOOO", &chunks, &copies, &seed, &out, &firsts, &closed) ||
-        !take_spans(&job->chunks, chunks, -1, false) || !take_rows(job, firsts, closed))
+    if (!PyArg_ParseTuple(args, "OOKOOO", &chunks, &copies, &seed, &out, &firsts, &gate) ||
+        !take_spans(&job->chunks, chunks, -1, false) || !take_rows(job, firsts, gate))
         return finish(job, false);
     const Py_ssize_t n = job->chunks.count;
     job->act = copy_span, job->copy.seed = seed;
@@ -308,7 +454,7 @@ static bool take_encode_columns(Job *job, PyObject *const given[11], PyObject *t
 
 PyObject *py_encode_job(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *chunks, *bases, *copies, *given[11], *terms, *firsts, *closed;
+    PyObject *chunks, *bases, *copies, *given[11], *terms, *firsts, *gate;
     unsigned long long seed;
     Job *job = new_job();
     if (!job) return NULL;
@@ -316,11 +462,11 @@ PyObject *py_encode_job(PyObject *self, PyObject *args) {
     EncodeColumns *e = &job->encode;
     if (!PyArg_ParseTuple(args, "OOOOOiOOOOOOOOOOKOO", &chunks, &bases, &copies, &given[0], &given[1], &e->mode,
                           &terms, &given[2], &given[3], &given[4], &given[5], &given[6], &given[7], &given[8],
-                          &given[9], &given[10], &seed, &firsts, &closed) ||
+                          &given[9], &given[10], &seed, &firsts, &gate) ||
         !take_spans(&job->chunks, chunks, -1, false) ||
         !take_spans(&job->bases, bases, job->chunks.count, false) ||
         (copies != Py_None && !take_spans(&job->copies, copies, job->chunks.count, true)) ||
-        !take_rows(job, firsts, closed) || !take_encode_columns(job, given, terms))
+        !take_rows(job, firsts, gate) || !take_encode_columns(job, given, terms))
         return finish(job, false);
     e->seed = seed;
     if (!are_as_long(&job->chunks, &job->bases) || !are_as_long(&job->chunks, &job->copies))
@@ -395,7 +541,7 @@ static bool take_blobs(Job *job, PyObject *const given[4]) {
 
 PyObject *py_decode_job(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *given[4], *digests, *each, *outs, *bases, *done, *firsts, *closed;
+    PyObject *given[4], *digests, *each, *outs, *bases, *done, *firsts, *gate;
     unsigned long long seed;
     int reports_all;
     Job *job = new_job();
@@ -403,9 +549,9 @@ PyObject *py_decode_job(PyObject *self, PyObject *args) {
     job->act = decode_span;
     DecodeColumns *d = &job->decode;
     if (!PyArg_ParseTuple(args, "OOOOOOOOKOpOO", &given[0], &given[1], &given[2], &given[3], &digests, &each, &outs,
-                          &bases, &seed, &done, &reports_all, &firsts, &closed) ||
+                          &bases, &seed, &done, &reports_all, &firsts, &gate) ||
         !take_spans(&job->chunks, outs, -1, true) || !take_spans(&job->bases, bases, job->chunks.count, false) ||
-        !take_rows(job, firsts, closed) || !take_blobs(job, given))
+        !take_rows(job, firsts, gate) || !take_blobs(job, given))
         return finish(job, false);
     const Py_ssize_t n = job->chunks.count;
     d->seed = seed, d->reports_all = reports_all;

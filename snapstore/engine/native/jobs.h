@@ -3,13 +3,20 @@
 
 #include "arguments.h"
 
-// Return what Python calls a job: (the job, the bytes of scratch memory that `run` needs). _native.pyi has the
-// arguments.
+// What `run` and `serve` return in place of a span that Python must look at: no span is left; the job has ended.
+enum { NONE_LEFT = -1, ENDED = -2 };
+
+// Return what Python calls a job: (the job, the bytes of scratch memory that it needs, its address). _native.pyi has
+// the arguments.
 PyObject *py_copy_job(PyObject *self, PyObject *args);
 PyObject *py_encode_job(PyObject *self, PyObject *args);
 PyObject *py_decode_job(PyObject *self, PyObject *args);
-// Take spans until none is left; return early with the number of a span that Python must look at, else -1.
-PyObject *py_run(PyObject *self, PyObject *args);
 PyObject *py_spans_left(PyObject *self, PyObject *job);
+PyObject *py_run(PyObject *self, PyObject *args);
+PyObject *py_done(PyObject *self, PyObject *job);
+PyObject *py_queue(PyObject *self, PyObject *nothing);
+PyObject *py_push(PyObject *self, PyObject *args);
+PyObject *py_queued(PyObject *self, PyObject *queue);
+PyObject *py_serve(PyObject *self, PyObject *args);
 
 bool is_size(int size);

@@ -184,7 +184,12 @@ static PyMethodDef FUNCTIONS[] = {
     {"encode_job", py_encode_job, METH_VARARGS, NULL},
     {"decode_job", py_decode_job, METH_VARARGS, NULL},
     {"run", py_run, METH_VARARGS, NULL},
+    {"done", py_done, METH_O, NULL},
     {"spans_left", py_spans_left, METH_O, NULL},
+    {"queue", py_queue, METH_NOARGS, NULL},
+    {"push", py_push, METH_VARARGS, NULL},
+    {"queued", py_queued, METH_O, NULL},
+    {"serve", py_serve, METH_VARARGS, NULL},
     {"choose", py_choose, METH_VARARGS, NULL},
     {"checksum", py_checksum, METH_O, NULL},
     {"split", py_split, METH_VARARGS, NULL},
@@ -210,7 +215,8 @@ PyMODINIT_FUNC PyInit__native(void) {
     PyObject *module = PyModule_Create(&MODULE);
     if (!module) return NULL;
     use_avx2 = has_avx2();
-    if (PyModule_AddIntConstant(module, "FRAME_SLACK", FRAME_SLACK) < 0) {
+    if (PyModule_AddIntConstant(module, "FRAME_SLACK", FRAME_SLACK) < 0 ||
+        PyModule_AddIntConstant(module, "ENDED", ENDED) < 0) {
         Py_DecRef(module);
         return NULL;
     }

@@ -133,6 +133,7 @@ class ChunkReader:
                     _ended(begun.wait)
                     begun.engine.give_back(begun.buffer)
                 for begun, wait in decoding:
+                    begun.gate.close()
                     _ended(wait)
                     begun.engine.give_back(begun.buffer)
                 while self._spare:

@@ -1,5 +1,6 @@
 """The extension in C, from the sources in native/."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ..arrays import Bytes, Column
@@ -8,10 +9,10 @@ from .spans import Place
 #: A frame may take this many bytes more than its block.
 FRAME_SLACK: int
 
-#: What `run` and `serve` return if the job has ended.
+#: What `serve` returns if the job has ended.
 ENDED: int
 
-#: A job, the bytes of scratch memory that it needs, and its address. Arguments of all jobs:
+#: A job, the bytes of scratch memory that it needs, and its number from 1 on. Arguments of all jobs:
 #:     seed: of digests.
 #:     firsts: (k + 1,) int64, the first chunk of each span, then the number of chunks.
 #:     gate: `Gate.flags`, (2,) int64: once the first is not 0, no further span is done; the second counts the threads
@@ -93,15 +94,21 @@ def decode_job(
 def spans_left(job: Any) -> int:
     """Return how many spans no thread has taken yet."""
 
-def run(job: Any, scratch: Bytes) -> int:
-    """Do spans of a job; return the number of the first that Python must look at, ENDED, or -1: no span is left.
+def spans_undone(job: Any) -> int:
+    """Return how many spans are not done yet: nobody has taken them, or a thread or Python is at work on them."""
 
-    Any number of threads may call it at the same time, each with scratch memory of its own. If Python must look at a
-    span, the span is not done until `done` is called.
+def run(job: Any, scratch: Bytes, look: Callable[[int], object]) -> bool:
+    """Do spans of a job until none is left, or Python has looked at one; return whether the job has ended.
+
+    Any number of threads may call it at the same time, each with scratch memory of its own.
+
+    Args:
+        look: called with the number of a span that Python must look at. An exception of it is raised; even then the
+            span is done.
     """
 
 def done(job: Any) -> bool:
-    """Note that Python has looked at a span; return whether the job has ended."""
+    """Note that Python has looked at a span that `serve` has returned; return whether the job has ended."""
 
 def queue() -> Any:
     """Return an empty queue of jobs."""
@@ -120,8 +127,8 @@ def serve(queue: Any, scratch: Bytes) -> tuple[int, int]:
     """Do spans of the jobs of a queue, the first one first.
 
     Returns:
-        The address of a job, and what `run` returns for it. If no span is left: (0, -1). If the first job needs more
-        scratch memory: (0, how many bytes).
+        The number of a job, and that of a span that Python must look at, or ENDED. If no span is left: (0, -1).
+        If the first job needs more scratch memory: (0, how many bytes).
     """
 
 def choose(

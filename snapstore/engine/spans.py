@@ -33,6 +33,8 @@ Place = tuple[Sequence[Any], Column, Column, Column]
 COPIED_AT_ONCE_BYTES = 1024 * 1024
 #: The bytes that a span needs behind its blobs.
 ROOM_BYTES = 4096
+#: Who has waited so long for a job takes its spans, if any are left [s].
+PATIENCE_S = 1.0
 #: Scratch memory that most jobs need at most [bytes]; only sparse deltas need more.
 SCRATCH_BYTES = 4 * 1024 * 1024
 #: A span has at least this many bytes, if there are as many.
@@ -91,13 +93,13 @@ class SharedJob:
 
     Args:
         queue: of its threads.
-        made: what the extension returned: the job, the bytes of scratch memory that it needs, and its address.
+        made: what the extension returned: the job, the bytes of scratch memory that it needs, and its number.
         gate: of the memory of the chunks, the one that the extension has got.
     """
 
     def __init__(self, queue: JobQueue, made: tuple[Any, int, int], firsts: Column, gate: Gate | None = None) -> None:
         self._queue, self._firsts, self._gate = queue, firsts, gate
-        self.handle, self.scratch_bytes, self.address = made
+        self.handle, self.scratch_bytes, self.number = made
         self._look: Callable[[int, int], object] | None = None
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -126,33 +128,37 @@ class SharedJob:
         native = self._queue.native
         while native.spans_left(self.handle) > 0:  # a thread that comes too late needs no memory
             with planes.scratch.borrowed():
-                span = native.run(self.handle, planes.scratch.room("native", self.scratch_bytes))
-            self.note(span)
+                ends = native.run(self.handle, planes.scratch.room("native", self.scratch_bytes), self.look_at)
+            if ends:
+                self.end()
 
     def help(self) -> None:
         """Take spans too, since the threads may have other work first; then wait for it."""
         self.run()
         self()
 
-    def note(self, span: int) -> None:
-        """Handle what `_native.run` or `serve` returned for this job."""
-        if span >= 0:
-            try:
-                look = self._look or _look_at_nothing
-                (look if self._gate is None else self._gate.guarded(look))(
-                    int(self._firsts[span]), int(self._firsts[span + 1])
-                )
-            except BaseException as error:  # noqa: BLE001  raised by `__call__`
-                self._error = self._error or error
-        native = self._queue.native
-        if span == native.ENDED or (span >= 0 and native.done(self.handle)):
-            self._queue.forget(self)
-            self._look = None  # it holds memory that nothing needs any more
-            self._done.set()
+    def look_at(self, span: int) -> None:
+        """Look at a span; an exception is raised in the end."""
+        if self._look is None:
+            return
+        look = self._look if self._gate is None else self._gate.guarded(self._look)
+        try:
+            look(int(self._firsts[span]), int(self._firsts[span + 1]))
+        except BaseException as error:  # noqa: BLE001  raised by `__call__`
+            self._error = self._error or error
+
+    def end(self) -> None:
+        """Note that all spans are done."""
+        self._queue.forget(self)
+        self._look = None  # it holds memory that nothing needs any more
+        self._done.set()
 
     def __call__(self) -> None:
         """Wait until all spans are done; raise an exception of `look`."""
-        self._done.wait()
+        while not self._done.wait(PATIENCE_S):
+            self.run()  # the threads may have died, or have no memory
+            if not self._queue.native.spans_undone(self.handle):  # an interrupt has struck before `end`
+                self.end()
         if self._error is not None:
             raise self._error
 
@@ -174,7 +180,7 @@ class JobQueue:
 
     def _begin(self) -> None:
         self._queue, self._pid, self._lock = self.native.queue(), os.getpid(), threading.Lock()
-        self._jobs: dict[int, SharedJob] = {}  # by address, until they are done
+        self._jobs: dict[int, SharedJob] = {}  # by number, until they are done
         self._serving: set[object] = set()  # a token of each thread that serves the queue, or soon will
 
     def start(self, job: SharedJob, *, urgent: bool) -> None:
@@ -185,7 +191,7 @@ class JobQueue:
         """
         if self._pid != os.getpid():  # a fork has left the threads behind
             self._begin()
-        self._jobs[job.address] = job
+        self._jobs[job.number] = job
         if not self.native.push(self._queue, job.handle, urgent):  # there are many already
             job.run()
             return
@@ -202,25 +208,34 @@ class JobQueue:
 
     def forget(self, job: SharedJob) -> None:
         """Note that a job is done."""
-        self._jobs.pop(job.address, None)
+        self._jobs.pop(job.number, None)
 
     def _serve(self, token: object) -> None:
         """Run jobs until there are none."""
-        while True:
-            self._run_jobs()
-            with self._lock:
-                if not self.native.queued(self._queue):
-                    self._serving.discard(token)
-                    return
+        try:
+            while token in self._serving:
+                self._run_jobs()
+                with self._lock:
+                    if not self.native.queued(self._queue):
+                        self._serving.discard(token)
+        finally:
+            self._serving.discard(token)
 
     def _run_jobs(self) -> None:
         nbytes = SCRATCH_BYTES
         while self.native.queued(self._queue):
             with planes.scratch.borrowed():
-                address, span = self.native.serve(self._queue, planes.scratch.room("native", nbytes))
-            if address:
-                self._jobs[address].note(span)
-            nbytes = max(nbytes, span)  # without an address it is what the next job needs
+                number, span = self.native.serve(self._queue, planes.scratch.room("native", nbytes))
+            if not number:
+                nbytes = max(nbytes, span)  # what the next job needs, or -1
+                continue
+            job = self._jobs.get(number)  # None: who waits for it has noticed its end
+            if job is None:
+                continue
+            if span >= 0:
+                job.look_at(span)
+            if span == self.native.ENDED or self.native.done(job.handle):
+                job.end()
 
 
 def copy_job(

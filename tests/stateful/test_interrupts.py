@@ -23,11 +23,9 @@ from snapstore.engine import spans
 from snapstore.engine.cpu import CpuEngine
 from snapstore.format.blobs import chain_decode
 from snapstore.protocol.liveness import orphaned_sessions
-from snapstore.save import chunk_writer
 from snapstore.save.chunk_writer import ChunkWriter
 from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
-from snapstore.threads import Gate
 
 FILES = ("protocol/claim.py", "storage/locks.py", "storage/local.py", "storage/s3/lock_files.py")
 #: A save that commits, and saves that fail before the first pack or after the last.
@@ -116,12 +114,11 @@ def test_a_restore_writes_nothing_after_ctrl_c(monkeypatch):
 def interrupted_reads(store, at):
     """Interrupt a save of the caller's own memory; return the places that it has passed, and how many jobs might still
     read that memory, or write the bases, after it had ended."""
-    gates = []
+    begun, start = [], spans.SharedJob.start
 
-    class Counted(Gate):
-        def __init__(self):
-            super().__init__()
-            gates.append(self)
+    def started(job, *args, **options):
+        begun.append(job)
+        return start(job, *args, **options)
 
     interrupter = Interrupter("save/chunk_writer.py", "engine/cpu.py", "engine/spans.py", "threads.py", at=at)
     state = {"w": torch.arange(8192.0)}
@@ -129,12 +126,15 @@ def interrupted_reads(store, at):
         manager.save(0, state).result()
         state["w"] += 1
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunk_writer, "Gate", Counted)
+            patch.setattr(spans.SharedJob, "start", started)
             with suppress(KeyboardInterrupt):
                 interrupter.call(lambda: manager.save(1, state).result())
+            gates = [job._gate for job in begun if job._gate is not None and not job.is_done()]
             late = sum(not gate.is_closed or gate._inside or int(gate.flags[1]) for gate in gates)
+            done = sum(job.is_done() for job in begun)
         manager.save(2, state).result()  # with whatever the base is now
         assert torch.equal(manager.restore(2)["w"], state["w"])
+    assert at is not None or done > 5
     return interrupter.passed, late
 
 

@@ -49,8 +49,24 @@ def digest_of(data, seed):
     out = np.empty((1, 16), np.uint8)
     place = [data], np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([data.size])
     job, scratch_bytes, _ = native.copy_job(place, None, seed, out, np.array([0, 1]), None)
-    assert native.run(job, np.empty(scratch_bytes, np.uint8)) == native.ENDED
+    assert native.run(job, np.empty(scratch_bytes, np.uint8), print)
     return out.tobytes()
+
+
+@pytest.mark.no_cover
+def test_copies_of_every_length_and_place():
+    """Long copies go past the cache, in whole vectors; nothing beside them is written."""
+    source = noise(300_000, 1)
+    for length in [*range(0, 200), *range(65_530, 65_700), 131_072, 199_999]:
+        for start in (0, 1, 31, 32, 63):
+            out, digests = np.full(length + 128, 0xEE, np.uint8), np.zeros(16, np.uint8)
+            chunk = [source], np.zeros(1, np.int64), np.array([length % 7]), np.array([length])
+            copy = [out], np.zeros(1, np.int64), np.array([start]), np.array([length])
+            job, scratch_bytes, _ = native.copy_job(chunk, copy, 0, digests, np.array([0, 1]), None)
+            assert native.run(job, np.empty(scratch_bytes, np.uint8), print)
+            assert (out[start : start + length] == source[length % 7 :][:length]).all()
+            assert (out[:start] == 0xEE).all()
+            assert (out[start + length :] == 0xEE).all()
 
 
 @pytest.mark.no_cover

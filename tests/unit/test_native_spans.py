@@ -420,8 +420,11 @@ def decode_job(data, offset=0, length=96, count=1, **changed):
 
 
 def run(made):
+    """Do spans of a job in this thread; return the one that Python looked at, if any, and whether the job has ended."""
     job, scratch_bytes, _ = made
-    return native.run(job, np.empty(scratch_bytes, np.uint8))
+    seen = []
+    ends = native.run(job, np.empty(scratch_bytes, np.uint8), seen.append)
+    return (seen or [None])[0], ends
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 4), (0, 101), (100, 1), (50, -1), (2**62, 2**62)])
@@ -468,9 +471,9 @@ def test_wrong_columns_are_refused():
     for made in (encode_job(data), decode_job(data)):
         for room in (np.empty(made[1] - 1, np.uint8), np.empty(made[1] + 1, np.uint8)[1:]):
             with pytest.raises(ValueError, match=r"too little scratch memory|not aligned"):
-                native.run(made[0], room)
+                native.run(made[0], room, print)
     with pytest.raises(ValueError, match="invalid PyCapsule"):
-        native.run(object(), sixteen)
+        native.run(object(), sixteen, print)
 
 
 def test_little_room_declines_a_blob():
@@ -478,10 +481,9 @@ def test_little_room_declines_a_blob():
     for room in (0, 80, 4096, 4176):
         entries = np.full(1, 1, np.uint8).repeat(blob.ENTRY.itemsize)
         made = encode_job(data, entries=entries, places=np.array([0, room]), out=np.empty(room, np.uint8))
-        assert run(made) == 0
+        assert run(made) == (0, True)
         assert entries.view(blob.ENTRY)["length"].tolist() == [0]
-        assert run(made) == -1
-        assert native.done(made[0])
+        assert run(made) == (None, False)
 
 
 def job_of_spans(count, gate=None, **changed):
@@ -499,15 +501,15 @@ def test_a_closed_gate_ends_a_job():
     """The spans that are running are finished, and no other one is begun: the memory may be gone by then."""
     gate = Gate()
     job = job_of_spans(8, gate.flags)
-    assert [run(job) for _ in range(3)] == [0, 1, 2]
+    assert [run(job) for _ in range(3)] == [(0, False), (1, False), (2, False)]
     gate.close()
-    assert run(job) == -1  # all other spans are done; Python looks at three
-    assert [native.done(job[0]) for _ in range(3)] == [False, False, True]
+    assert run(job) == (None, True)  # nothing is done for the other spans
+    assert native.spans_undone(job[0]) == 0
     assert gate.flags.tolist() == [1, 0]
     out = np.zeros((8, 16), np.uint8)
     digests = copy_job(([noise_of(80)], np.zeros(8, np.int64), np.arange(0, 80, 10), np.full(8, 10)), None, out,
                        np.arange(9), gate.flags)  # fmt: skip
-    assert run(digests) == native.ENDED
+    assert run(digests) == (None, True)
     assert not out.any()
 
 
@@ -520,12 +522,46 @@ def test_a_queue_serves_urgent_jobs_first():
     assert not native.push(queue, jobs[0][0], False)  # it is in the queue already
     assert native.queued(queue) == 4
     assert native.serve(queue, scratch[:-1].view()) == (0, jobs[1][1])
-    assert run(jobs[3]) == 0  # a thread that helps
+    assert run(jobs[3]) == (0, False)  # a thread that helps
     found = [native.serve(queue, scratch) for _ in range(8)]
     expected = [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (3, 1)]
     assert found == [*((jobs[number][2], span) for number, span in expected), (0, -1)]
     assert native.queued(queue) == 0
-    assert [native.done(job[0]) for job in jobs for _ in range(2)] == [False, True] * 4
+    assert [native.done(job[0]) for job in jobs[:3] for _ in range(2)] == [False, True] * 3
+    assert native.done(jobs[3][0])
+
+
+def test_a_span_is_done_even_if_a_look_at_it_fails():
+    job, scratch_bytes, _ = job_of_spans(2)
+
+    def look(span):
+        raise KeyboardInterrupt
+
+    for left in (1, 0):
+        with pytest.raises(KeyboardInterrupt):
+            native.run(job, np.empty(scratch_bytes, np.uint8), look)
+        assert native.spans_undone(job) == left
+
+
+def test_who_waits_does_the_work_that_the_threads_cannot(monkeypatch):
+    """A thread may end for want of memory; an interrupt may strike before anybody notes the end of a job."""
+    monkeypatch.setattr(spans, "PATIENCE_S", 0.01)
+    threads = Threads(2)
+    queue = spans.JobQueue(native, threads)
+    looked = []
+    with monkeypatch.context() as patch:
+        patch.setattr(spans.JobQueue, "_run_jobs", lambda self: 1 / 0)
+        job = spans.SharedJob(queue, job_of_spans(8), np.arange(9)).start(lambda first, last: looked.append(first))
+        job()
+    assert sorted(looked) == list(range(8))
+    again = spans.SharedJob(queue, job_of_spans(3), np.arange(4)).start()
+    again()
+    assert not queue._serving
+    lost = spans.SharedJob(queue, job_of_spans(2), np.arange(3))
+    for _ in range(2):
+        native.run(lost.handle, np.empty(lost.scratch_bytes, np.uint8), lost.look_at)
+    lost()
+    threads.close()
 
 
 def test_a_full_queue_refuses_a_job():

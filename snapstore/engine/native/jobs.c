@@ -49,6 +49,7 @@ typedef struct {
 } Queue;
 
 struct Job {
+    unsigned long long number;  // no other job of this process has it
     Columns columns;
     Spans chunks, bases, copies;
     Queue *queue;        // NULL: in none
@@ -86,7 +87,7 @@ static PyObject *finish(Job *job, bool complete) {
         drop(job);
         return NULL;
     }
-    PyObject *made = Py_BuildValue("OnK", capsule, (Py_ssize_t)job->scratch_bytes, (unsigned long long)(uintptr_t)job);
+    PyObject *made = Py_BuildValue("OnK", capsule, (Py_ssize_t)job->scratch_bytes, job->number);
     Py_DecRef(capsule);
     return made;
 }
@@ -97,8 +98,12 @@ static bool refuse(const char *what) {
 }
 
 static Job *new_job(void) {
+    static unsigned long long made = 0;
     Job *job = PyMem_Calloc(1, sizeof *job);
-    if (!job) PyErr_NoMemory();
+    if (job)
+        job->number = ++made;  // under Python's lock
+    else
+        PyErr_NoMemory();
     return job;
 }
 
@@ -186,12 +191,18 @@ PyObject *py_spans_left(PyObject *self, PyObject *capsule) {
     return job ? PyLong_FromLongLong(job->spans - __atomic_load_n(&job->next, __ATOMIC_RELAXED)) : NULL;
 }
 
+PyObject *py_spans_undone(PyObject *self, PyObject *capsule) {
+    (void)self;
+    const Job *job = PyCapsule_GetPointer(capsule, JOB);
+    return job ? PyLong_FromLongLong(__atomic_load_n(&job->left, __ATOMIC_ACQUIRE)) : NULL;
+}
+
 PyObject *py_run(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *capsule, *given;
+    PyObject *capsule, *given, *look;
     Columns columns = {.count = 0};
     size_t bytes;
-    if (!PyArg_ParseTuple(args, "OO", &capsule, &given)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOO", &capsule, &given, &look)) return NULL;
     Job *job = PyCapsule_GetPointer(capsule, JOB);
     u8 *scratch = job ? take_scratch(&columns, given, &bytes) : NULL;
     if (!scratch) return NULL;
@@ -214,7 +225,13 @@ PyObject *py_run(PyObject *self, PyObject *args) {
     }
     Py_END_ALLOW_THREADS
     release_columns(&columns);
-    return PyLong_FromLongLong(looks ? span : ends ? ENDED : NONE_LEFT);
+    if (looks) {  // it is called here, so that a signal's exception cannot come between it and the end of the span
+        PyObject *found = PyObject_CallFunction(look, "L", (long long)span);
+        ends = is_last(job);
+        if (!found) return NULL;
+        Py_DecRef(found);
+    }
+    return PyBool_FromLong(ends);
 }
 
 PyObject *py_done(PyObject *self, PyObject *capsule) {
@@ -279,26 +296,24 @@ PyObject *py_serve(PyObject *self, PyObject *args) {
     u8 *scratch = queue ? take_scratch(&columns, given, &bytes) : NULL;
     if (!scratch) return NULL;
     Job *job = NULL;
+    unsigned long long number = 0;
     bool looks = false, ends = false;
     i64 span = 0;
     Py_BEGIN_ALLOW_THREADS
     while (!looks && !ends && !needed) {
         lock(queue);
         job = queue->count ? queue->jobs[0] : NULL;
-        if (job && job->scratch_bytes > bytes)
-            needed = job->scratch_bytes;
-        else if (job)
-            span = take_span(job);
+        if (job && job->scratch_bytes > bytes) needed = job->scratch_bytes;
+        if (job && !needed) number = job->number, span = take_span(job);
         unlock(queue);
         if (!job || needed) break;
         looks = act_on(job, span, scratch);
-        ends = !looks && is_last(job);
+        ends = !looks && is_last(job);  // then another thread may free the job
     }
     Py_END_ALLOW_THREADS
     release_columns(&columns);
-    if (needed) return Py_BuildValue("Kn", 0ULL, (Py_ssize_t)needed);
-    return Py_BuildValue("KL", job ? (unsigned long long)(uintptr_t)job : 0ULL,
-                         (long long)(looks ? span : ends ? ENDED : NONE_LEFT));
+    if (looks || ends) return Py_BuildValue("KL", number, (long long)(looks ? span : ENDED));
+    return Py_BuildValue("Kn", 0ULL, needed ? (Py_ssize_t)needed : -1);
 }
 
 // -- copies and digests
@@ -310,7 +325,11 @@ static bool copy_span(const Job *job, Py_ssize_t span, Scratch *scratch) {
         if (job->copy.digests) xxh3_digest(chunk.data, chunk.bytes, job->copy.seed, job->copy.digests + 16 * i);
         if (!job->copies.count || !job->copies.spans[i].data) continue;
         const Span copy = job->copies.spans[i];
-        if (chunk.bytes) memmove(copy.data, chunk.data, chunk.bytes);
+        if (job->copy.digests) {  // the next base, which nobody reads before the next save
+            copy_past_cache(copy.data, chunk.data, chunk.bytes);
+        } else if (chunk.bytes) {
+            memcpy(copy.data, chunk.data, chunk.bytes);
+        }
         if (copy.bytes > chunk.bytes) memset(copy.data + chunk.bytes, 0, copy.bytes - chunk.bytes);
     }
     return false;

@@ -3,15 +3,16 @@
 
 #include "arguments.h"
 
-// What `run` and `serve` return in place of a span that Python must look at: no span is left; the job has ended.
-enum { NONE_LEFT = -1, ENDED = -2 };
+// What `serve` returns in place of a span that Python must look at: the job has ended.
+#define ENDED (-2)
 
-// Return what Python calls a job: (the job, the bytes of scratch memory that it needs, its address). _native.pyi has
+// Return what Python calls a job: (the job, the bytes of scratch memory that it needs, its number). _native.pyi has
 // the arguments.
 PyObject *py_copy_job(PyObject *self, PyObject *args);
 PyObject *py_encode_job(PyObject *self, PyObject *args);
 PyObject *py_decode_job(PyObject *self, PyObject *args);
 PyObject *py_spans_left(PyObject *self, PyObject *job);
+PyObject *py_spans_undone(PyObject *self, PyObject *job);
 PyObject *py_run(PyObject *self, PyObject *args);
 PyObject *py_done(PyObject *self, PyObject *job);
 PyObject *py_queue(PyObject *self, PyObject *nothing);

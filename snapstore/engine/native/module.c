@@ -186,6 +186,7 @@ static PyMethodDef FUNCTIONS[] = {
     {"run", py_run, METH_VARARGS, NULL},
     {"done", py_done, METH_O, NULL},
     {"spans_left", py_spans_left, METH_O, NULL},
+    {"spans_undone", py_spans_undone, METH_O, NULL},
     {"queue", py_queue, METH_NOARGS, NULL},
     {"push", py_push, METH_VARARGS, NULL},
     {"queued", py_queued, METH_O, NULL},

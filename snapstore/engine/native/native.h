@@ -13,6 +13,7 @@
 //   sparse_encode.c    the elements that changed to the payload of a sparse delta
 //   sparse_decode.c    such a payload and its base back to the chunk
 //   blob.c             a chunk to a blob; a chain of blobs to a chunk
+//   stream_copy.c      copies past the cache
 //   arguments.c        what Python passes: columns of positions in memories
 //   jobs.c             spans of chunks that the threads of the engine take one after the other
 //   module.c           the functions that Python calls
@@ -272,6 +273,13 @@ bool encode_sparse(const u8 *source, const u8 *base, int size, int layout, size_
 // is one that this decoder reads, and valid. `room`: for two symbols of each element that changed.
 bool apply_sparse(const SparseDelta *delta, const u8 *base, u8 *out, size_t n, u8 *room, size_t room_bytes,
                   DecodeTables *tables);
+
+// -- stream_copy.c
+
+// Shorter copies go through the cache.
+#define STREAMED_BYTES 65536
+// Copy to memory that does not overlap.
+void copy_past_cache(u8 *out, const u8 *data, size_t bytes);
 
 // -- blob.c
 

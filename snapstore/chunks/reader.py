@@ -128,12 +128,12 @@ class ChunkReader:
                 while decoding:
                     yield self._finished(decoding)
             finally:
-                for begun in reading:  # after this, nothing may write into the memory any more
-                    begun.gate.close()  # an interrupt may have struck while its decoding began
+                for begun in (*reading, *(begun for begun, _ in decoding)):
+                    begun.gate.close()  # after this, nothing may write into the memory any more
+                for begun in reading:
                     _ended(begun.wait)
                     begun.engine.give_back(begun.buffer)
                 for begun, wait in decoding:
-                    begun.gate.close()
                     _ended(wait)
                     begun.engine.give_back(begun.buffer)
                 while self._spare:

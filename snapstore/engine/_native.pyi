@@ -103,8 +103,8 @@ def run(job: Any, scratch: Bytes, look: Callable[[int], object]) -> bool:
     Any number of threads may call it at the same time, each with scratch memory of its own.
 
     Args:
-        look: called with the number of a span that Python must look at. An exception of it is raised; even then the
-            span is done.
+        look: called with the number of a span that Python must look at, while the gate counts this thread. An exception
+            of it is raised; even then the span is done.
     """
 
 def done(job: Any) -> bool:
@@ -119,6 +119,9 @@ def push(queue: Any, job: Any, urgent: bool) -> bool:
     Args:
         urgent: before the jobs that are not.
     """
+
+def withdraw(job: Any) -> bool:
+    """Take a job out of its queue, if it is there; return whether nobody is at work on a span of it."""
 
 def queued(queue: Any) -> int:
     """Return how many jobs in the queue have spans that no thread has taken."""

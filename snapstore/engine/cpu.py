@@ -81,7 +81,7 @@ class HostEncoded:
         self.entries, self.buffers = entries, places.memories
         self._places = Chunks(places.memories, places.which, places.starts, lengths)
         self._threads, self._jobs = threads, jobs
-        self._copying: list[Pending[None] | spans.SharedJob] = []
+        self._are_done: list[Callable[[], bool]] = []  # of copies that were begun
 
     @staticmethod
     def of(blobs: Sequence[EncodedChunk]) -> HostEncoded:
@@ -97,15 +97,16 @@ class HostEncoded:
             _copy_padded(blobs, copies)
             return _nothing_to_wait_for
         if self._jobs is None:
-            self._copying.append(pending := self._threads.start(lambda _: _copy_padded(blobs, copies), [None]))
+            pending = self._threads.start(lambda _: _copy_padded(blobs, copies), [None])
+            self._are_done.append(pending.is_done)
             return pending
         job = spans.copy_job(self._jobs, blobs, copies)
-        self._copying.append(job.start(urgent=True))
-        return job.help
+        self._are_done.append(job.done.is_set)
+        return job.start(urgent=True).help
 
     def are_copied(self) -> bool:
         """Return whether no copy reads the buffers any more."""
-        return all(copy.is_done() for copy in self._copying)
+        return all(is_done() for is_done in self._are_done)
 
 
 def _nothing_to_wait_for() -> None:
@@ -265,7 +266,9 @@ class CpuEngine:
         if not len(batch.chunks) and made is None:
             return lambda: []
         is_done = np.zeros(len(batch.chunks), bool) if made is None else made.entries["length"] > 0
-        by_reference = is_done if made is None else made.tried
+        by_reference = (batch.layouts == planes.BYTES) & (batch.bases.which < 0)
+        if made is not None:
+            by_reference |= made.tried
         if jobs is None or batch.raw:
             by_reference = ~is_done
         parts: list[tuple[Column, Callable[[], MadeBlobs]]] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from ..arrays import Bytes, Column, sums_before
 from ..errors import CapabilityError, InvalidInputError
 from ..format.blobs import blob, codecs, planes
-from ..threads import Gate, Threads
+from ..threads import MAX_RUNS, Gate, Threads
 from .batches import Chunks, DecodeBatch, EncodeBatch, Examination, Examined, MadeBlobs
 
 _native: Any
@@ -88,6 +89,10 @@ def place(chunks: Chunks) -> Place:
     return chunks.memories, which, starts, lengths
 
 
+#: Memory for jobs that need no scratch memory.
+_NO_SCRATCH = np.empty(64, np.uint8)
+
+
 class SharedJob:
     """Spans of chunks, which threads take one after the other; see _native.pyi. It keeps their memory alive.
 
@@ -101,10 +106,11 @@ class SharedJob:
         self._queue, self._firsts, self._gate = queue, firsts, gate
         self.handle, self.scratch_bytes, self.number = made
         self._look: Callable[[int, int], object] | None = None
-        self._done = threading.Event()
-        self._error: BaseException | None = None
+        self.done = threading.Event()
+        self.in_queue: Any = None  # the queue of the extension must live as long as the job
+        self._error: Exception | None = None
         if len(firsts) == 1:
-            self._done.set()
+            self.done.set()
 
     @property
     def spans(self) -> int:
@@ -127,48 +133,56 @@ class SharedJob:
         """Take spans in this thread until none is left."""
         native = self._queue.native
         while native.spans_left(self.handle) > 0:  # a thread that comes too late needs no memory
-            with planes.scratch.borrowed():
-                ends = native.run(self.handle, planes.scratch.room("native", self.scratch_bytes), self.look_at)
+            if not self.scratch_bytes:
+                ends = native.run(self.handle, _NO_SCRATCH, self.look_at)
+            else:
+                with planes.scratch.borrowed():
+                    ends = native.run(self.handle, planes.scratch.room("native", self.scratch_bytes), self.look_at)
             if ends:
                 self.end()
 
     def help(self) -> None:
         """Take spans too, since the threads may have other work first; then wait for it."""
-        self.run()
+        with suppress(MemoryError):
+            self.run()
         self()
 
     def look_at(self, span: int) -> None:
-        """Look at a span; an exception is raised in the end."""
+        """Look at a span; an exception is raised in the end, but the one of a signal handler at once."""
         if self._look is None:
             return
-        look = self._look if self._gate is None else self._gate.guarded(self._look)
         try:
-            look(int(self._firsts[span]), int(self._firsts[span + 1]))
-        except BaseException as error:  # noqa: BLE001  raised by `__call__`
+            self._look(int(self._firsts[span]), int(self._firsts[span + 1]))
+        except Exception as error:  # noqa: BLE001  raised by `__call__`
             self._error = self._error or error
+
+    def look_guarded(self, span: int) -> None:
+        """Look at a span in a thread of the pool, if its memory may be used."""
+        (self.look_at if self._gate is None else self._gate.guarded(self.look_at))(span)
 
     def end(self) -> None:
         """Note that all spans are done."""
         self._queue.forget(self)
         self._look = None  # it holds memory that nothing needs any more
-        self._done.set()
+        self.done.set()
 
     def __call__(self) -> None:
-        """Wait until all spans are done; raise an exception of `look`."""
-        while not self._done.wait(PATIENCE_S):
-            self.run()  # the threads may have died, or have no memory
-            if not self._queue.native.spans_undone(self.handle):  # an interrupt has struck before `end`
+        """Wait until all spans are done; raise an exception of `look`. Then nothing uses the memory any more.
+
+        Raises:
+            MemoryError: there is no memory for the work.
+        """
+        native = self._queue.native
+        while not self.done.wait(PATIENCE_S):
+            try:
+                self.run()  # the threads may have died, or have no memory
+            except MemoryError:
+                if native.withdraw(self.handle):
+                    raise
+            if not native.spans_undone(self.handle):  # an interrupt has struck before `end`
                 self.end()
         if self._error is not None:
             raise self._error
-
-    def is_done(self) -> bool:
-        """Return whether all spans are done."""
-        return self._done.is_set()
-
-
-def _look_at_nothing(first: int, last: int) -> None:
-    pass
 
 
 class JobQueue:
@@ -191,19 +205,24 @@ class JobQueue:
         """
         if self._pid != os.getpid():  # a fork has left the threads behind
             self._begin()
-        self._jobs[job.number] = job
-        if not self.native.push(self._queue, job.handle, urgent):  # there are many already
-            job.run()
-            return
+        for other in list(self._jobs.values()):  # an interrupt has struck before `end`
+            if not self.native.spans_undone(other.handle):
+                other.end()
         tokens: list[object] = []
         try:
+            job.in_queue, self._jobs[job.number] = self._queue, job
+            if not self.native.push(self._queue, job.handle, urgent):  # there are many already
+                job.run()
+                return
             with self._lock:
                 tokens = [object() for _ in range(min(self.threads.count - len(self._serving), job.spans))]
                 self._serving.update(tokens)
-            if tokens:
-                self.threads.start(self._serve, tokens)
+            for first in range(0, len(tokens), MAX_RUNS):
+                self.threads.start(self._serve, tokens[first : first + MAX_RUNS])
         except BaseException:
             self._serving.difference_update(tokens)
+            if self.native.withdraw(job.handle):
+                self.forget(job)
             raise
 
     def forget(self, job: SharedJob) -> None:
@@ -232,10 +251,12 @@ class JobQueue:
             job = self._jobs.get(number)  # None: who waits for it has noticed its end
             if job is None:
                 continue
-            if span >= 0:
-                job.look_at(span)
-            if span == self.native.ENDED or self.native.done(job.handle):
-                job.end()
+            try:
+                if span >= 0:
+                    job.look_guarded(span)
+            finally:
+                if span == self.native.ENDED or self.native.done(job.handle):
+                    job.end()
 
 
 def copy_job(
@@ -243,7 +264,7 @@ def copy_job(
 ) -> SharedJob:
     """Return a job that fills `digests`, (n, 16), of chunks, and copies them where `copies` has a place."""
     firsts = cut(chunks.lengths, queue.threads.count)
-    own = place(chunks), copies and place(copies), seed, digests, firsts, _flags(chunks.gate)
+    own = place(chunks), None if copies is None else place(copies), seed, digests, firsts, _flags(chunks.gate)
     return SharedJob(queue, queue.native.copy_job(*own), firsts, chunks.gate)
 
 
@@ -276,14 +297,14 @@ def _encode_job(
 ) -> tuple[SharedJob, MadeBlobs]:
     count, firsts, wanted = len(given.chunks), cut(given.chunks.lengths, queue.threads.count), columns[3]
     sizes, layouts = (np.ascontiguousarray(column, np.uint8) for column in (given.element_sizes, given.layouts))
-    rooms = _room_bytes(given.chunks.lengths, sizes)
+    rooms = _room_bytes(given.chunks.lengths, sizes, layouts)
     ends = sums_before(rooms if wanted is None else rooms * wanted)
     places = ends[firsts] + ROOM_BYTES * np.arange(len(firsts))
     entries, starts, out = np.zeros(count, blob.ENTRY), np.zeros(count, np.int64), buffer(int(places[-1]))
     job = queue.native.encode_job(
         place(given.chunks),
         place(given.bases),
-        copies and place(copies),
+        None if copies is None else place(copies),
         sizes,
         layouts,
         blob.XOR if given.xor else blob.DIFFERENCE,
@@ -312,8 +333,12 @@ def _flags(gate: Gate | None) -> Column | None:
     return None if gate is None else gate.flags
 
 
-def _room_bytes(lengths: Column, sizes: Bytes) -> Column:
-    """Return how many bytes the blobs of chunks may take in `_encode_job`, (n,), multiples of 8."""
+def _room_bytes(lengths: Column, sizes: Bytes, layouts: Bytes) -> Column:
+    """Return how many bytes the blobs of chunks may take in `_encode_job`, (n,), multiples of 8.
+
+    Of chunks that are no floats, the extension encodes little but sparse deltas: the reference encodes larger blobs.
+    """
+    lengths = np.where(layouts == planes.BYTES, lengths // 2, lengths)
     blocks = 1 + sizes * (1 + lengths // sizes // codecs.BLOCK_BYTES)
     frames = (_native.FRAME_SLACK + 4) * blocks  # a frame may be larger than its block until it is replaced
     room = blob.HEADER.size + lengths + frames + blob.ALIGNMENT

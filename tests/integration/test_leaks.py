@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -56,13 +57,18 @@ print(json.dumps(found))
 @pytest.mark.parametrize("background", [True, False])
 def test_many_saves_in_one_process(tmp_path, background):
     arguments = [str(tmp_path / "repository"), str(SAVES), str(WARM_SAVES), str(background)]
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=3600)
+    environment = os.environ | {"SNAPSTORE_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=3600, env=environment
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     warm, half, end = json.loads(done.stdout.splitlines()[-1])
     tally("saves in one process", SAVES)
     about = f"{warm} {half} {end}"
-    for what in ("threads", "files"):
-        assert end[what] <= warm[what], f"{what}: {about}"
+    assert end["files"] <= warm["files"], f"files: {about}"
+    assert end["threads"] <= warm["threads"] + 1, (
+        f"threads: {about}"
+    )  # the pool starts its second one when it is needed
     # The index and the view keep a record of each snapshot: eighteen objects, 4 KB. The rest is noise.
     assert end["objects"] - half["objects"] <= 20 * (SAVES // 2), about
     assert end["bytes"] - half["bytes"] <= 6 * MIB + 8192 * (SAVES // 2), about

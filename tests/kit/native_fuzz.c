@@ -102,7 +102,7 @@ static void fuzz_blob(void) {
     const bool is_delta = draw(2);
     u8 *chunk = content(bytes), *base = content(bytes), *out = room(needed), *back = room(bytes);
     u8 digest[16], base_digest[16], entry[ENTRY_BYTES], kinds[MAX_PLANES];
-    Scratch *scratch = room(sizeof(Scratch) + SPARSE_SCRATCH_PER_BYTE * bytes);
+    Scratch *scratch = room(sizeof(Scratch) + SPARSE_SCRATCH_PER_BYTE(2) * bytes);
     PlaneSums *sums = room(sizeof(PlaneSums) * (size_t)size);
     static i64 terms[MOST_SAMPLED];
     xxh3_digest(chunk, bytes, 0, digest);
@@ -138,7 +138,7 @@ static void fuzz_sparse(void) {
     const size_t needed = 80 + bytes + 16 * 1024;
     u8 *base = content(bytes), *chunk = copy_of(base, bytes), *out = room(needed), *back = room(bytes);
     u8 digest[16], base_digest[16], entry[ENTRY_BYTES], kinds[MAX_PLANES] = {0};
-    Scratch *scratch = room(sizeof(Scratch) + SPARSE_SCRATCH_PER_BYTE * bytes);
+    Scratch *scratch = room(sizeof(Scratch) + SPARSE_SCRATCH_PER_BYTE(2) * bytes);
     const u32 one_in = 1 + draw(draw(2) ? 4 : 300), far = draw(3);
     for (size_t i = 0; i < elements; i++)
         if (!draw(one_in)) chunk[i * (size_t)size] ^= (u8)(far ? 1 + draw(255) : 1);

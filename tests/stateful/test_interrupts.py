@@ -23,9 +23,11 @@ from snapstore.engine import spans
 from snapstore.engine.cpu import CpuEngine
 from snapstore.format.blobs import chain_decode
 from snapstore.protocol.liveness import orphaned_sessions
+from snapstore.save import chunk_writer
 from snapstore.save.chunk_writer import ChunkWriter
 from snapstore.storage.local import LocalStore
 from snapstore.storage.s3.store import S3Store
+from snapstore.threads import Gate
 
 FILES = ("protocol/claim.py", "storage/locks.py", "storage/local.py", "storage/s3/lock_files.py")
 #: A save that commits, and saves that fail before the first pack or after the last.
@@ -114,11 +116,16 @@ def test_a_restore_writes_nothing_after_ctrl_c(monkeypatch):
 def interrupted_reads(store, at):
     """Interrupt a save of the caller's own memory; return the places that it has passed, and how many jobs might still
     read that memory, or write the bases, after it had ended."""
-    begun, start = [], spans.SharedJob.start
+    begun, gates, start = [], [], spans.SharedJob.start
 
     def started(job, *args, **options):
         begun.append(job)
         return start(job, *args, **options)
+
+    class Counted(Gate):
+        def __init__(self):
+            super().__init__()
+            gates.append(self)
 
     interrupter = Interrupter("save/chunk_writer.py", "engine/cpu.py", "engine/spans.py", "threads.py", at=at)
     state = {"w": torch.arange(8192.0)}
@@ -127,11 +134,12 @@ def interrupted_reads(store, at):
         state["w"] += 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spans.SharedJob, "start", started)
+            patch.setattr(chunk_writer, "Gate", Counted)
             with suppress(KeyboardInterrupt):
                 interrupter.call(lambda: manager.save(1, state).result())
-            gates = [job._gate for job in begun if job._gate is not None and not job.is_done()]
-            late = sum(not gate.is_closed or gate._inside or int(gate.flags[1]) for gate in gates)
-            done = sum(job.is_done() for job in begun)
+            late = sum(gate._inside + int(gate.flags[1]) for gate in gates)
+            late += sum(job._gate in gates and not job._gate.is_closed for job in begun)
+            done = sum(job.done.is_set() for job in begun)
         manager.save(2, state).result()  # with whatever the base is now
         assert torch.equal(manager.restore(2)["w"], state["w"])
     assert at is not None or done > 5
@@ -170,5 +178,5 @@ def test_a_save_that_fails_waits_for_its_last_reads(monkeypatch):
         monkeypatch.setattr(ChunkWriter, "end_part", fail)
         with pytest.raises(StorageError, match="no such disk"):
             repository.save({"w": torch.arange(2.0**20)}, run="a", step=0)
-        assert all(job.is_done() for job in begun)
+        assert all(job.done.is_set() for job in begun)
         assert len(begun) > 10

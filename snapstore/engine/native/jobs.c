@@ -52,7 +52,8 @@ struct Job {
     unsigned long long number;  // no other job of this process has it
     Columns columns;
     Spans chunks, bases, copies;
-    Queue *queue;        // NULL: in none
+    Queue *queue;        // the one that it was pushed to, whose lock guards `next`; or NULL
+    bool is_queued;
     Py_ssize_t spans;
     const i64 *firsts;   // (spans + 1,) the first chunk of each span
     i64 next, left;      // the span that nobody has taken yet; how many are not done
@@ -143,31 +144,38 @@ static void lock(Queue *queue) {
 
 static void unlock(Queue *queue) { __atomic_store_n(&queue->lock, 0, __ATOMIC_RELEASE); }
 
-// Take a job out of a locked queue.
-static void leave(Queue *queue, const Job *job) {
+// Take a job out of its locked queue.
+static void leave(Job *job) {
+    Queue *queue = job->queue;
     Py_ssize_t kept = 0;
     for (Py_ssize_t i = 0; i < queue->count; i++)
         if (queue->jobs[i] != job) queue->jobs[kept++] = queue->jobs[i];
     queue->count = kept;
+    job->is_queued = false;
 }
 
 // Take the next span of a job, -1: none is left. The job stays alive until the span is done.
 static i64 take_span(Job *job) {
     const i64 span = job->next < job->spans ? job->next++ : -1;
-    if (job->queue && job->next == job->spans) {
-        leave(job->queue, job);
-        job->queue = NULL;
-    }
+    if (job->is_queued && job->next == job->spans) leave(job);
     return span;
+}
+
+// Go through the gate of a job; return whether its memory may be used. Either way, `go_out` follows.
+static bool go_in(Job *job) {
+    if (!job->gate) return true;
+    __atomic_fetch_add(&job->gate[1], 1, __ATOMIC_SEQ_CST);
+    return !__atomic_load_n(&job->gate[0], __ATOMIC_SEQ_CST);
+}
+
+static void go_out(Job *job) {
+    if (job->gate) __atomic_fetch_sub(&job->gate[1], 1, __ATOMIC_SEQ_CST);
 }
 
 // Do a span, unless its memory may not be used any more. Return whether Python must look at it; if not, it is done.
 static bool act_on(Job *job, i64 span, u8 *scratch) {
-    bool looks = false;
-    if (job->gate) __atomic_fetch_add(&job->gate[1], 1, __ATOMIC_SEQ_CST);
-    if (!job->gate || !__atomic_load_n(&job->gate[0], __ATOMIC_SEQ_CST))
-        looks = job->act(job, (Py_ssize_t)span, (Scratch *)scratch);
-    if (job->gate) __atomic_fetch_sub(&job->gate[1], 1, __ATOMIC_SEQ_CST);
+    const bool looks = go_in(job) && job->act(job, (Py_ssize_t)span, (Scratch *)scratch);
+    go_out(job);
     return looks;
 }
 
@@ -225,8 +233,9 @@ PyObject *py_run(PyObject *self, PyObject *args) {
     }
     Py_END_ALLOW_THREADS
     release_columns(&columns);
-    if (looks) {  // it is called here, so that a signal's exception cannot come between it and the end of the span
-        PyObject *found = PyObject_CallFunction(look, "L", (long long)span);
+    if (looks) {  // all of this is done here, so that the exception of a signal handler cannot come between
+        PyObject *found = go_in(job) ? PyObject_CallFunction(look, "L", (long long)span) : PyBool_FromLong(false);
+        go_out(job);
         ends = is_last(job);
         if (!found) return NULL;
         Py_DecRef(found);
@@ -269,11 +278,23 @@ PyObject *py_push(PyObject *self, PyObject *args) {
             for (at = 0; at < queue->count && queue->jobs[at]->is_urgent;) at++;
         job->is_urgent = is_urgent;
         memmove(queue->jobs + at + 1, queue->jobs + at, sizeof(Job *) * (size_t)(queue->count - at));
-        queue->jobs[at] = job, job->queue = queue;
+        queue->jobs[at] = job, job->queue = queue, job->is_queued = true;
         queue->count++;
     }
     unlock(queue);
     return PyBool_FromLong(fits);
+}
+
+PyObject *py_withdraw(PyObject *self, PyObject *capsule) {
+    (void)self;
+    Job *job = PyCapsule_GetPointer(capsule, JOB);
+    if (!job) return NULL;
+    if (job->queue) {
+        lock(job->queue);
+        if (job->is_queued) leave(job);
+        unlock(job->queue);
+    }
+    return PyBool_FromLong(__atomic_load_n(&job->left, __ATOMIC_ACQUIRE) == job->spans - job->next);
 }
 
 PyObject *py_queued(PyObject *self, PyObject *capsule) {
@@ -491,10 +512,11 @@ PyObject *py_encode_job(PyObject *self, PyObject *args) {
     if (!are_as_long(&job->chunks, &job->bases) || !are_as_long(&job->chunks, &job->copies))
         return finish(job, refuse("lengths differ"));
     if (job->copies.count && !e->copied) return finish(job, refuse("copies of chunks that are not examined"));
-    bool has_base = false;
-    for (Py_ssize_t i = 0; i < job->bases.count; i++) has_base = has_base || job->bases.spans[i].data;
     const size_t most = largest(&job->chunks);
-    const size_t per_byte = has_base && e->mode == DIFFERENCE ? SPARSE_SCRATCH_PER_BYTE : SCRATCH_PER_BYTE;
+    size_t per_byte = SCRATCH_PER_BYTE;
+    for (Py_ssize_t i = 0; i < job->bases.count; i++)
+        if (job->bases.spans[i].data && e->mode == DIFFERENCE && SPARSE_SCRATCH_PER_BYTE(e->sizes[i]) > per_byte)
+            per_byte = SPARSE_SCRATCH_PER_BYTE(e->sizes[i]);
     e->planes_bytes = per_byte * most + FRAME_SLACK;
     e->planes_bytes += (COPY_ALIGNMENT - e->planes_bytes % COPY_ALIGNMENT) % COPY_ALIGNMENT;
     job->scratch_bytes = sizeof(Scratch) + e->planes_bytes + (job->copies.count ? most : 0);

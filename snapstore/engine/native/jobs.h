@@ -17,6 +17,7 @@ PyObject *py_run(PyObject *self, PyObject *args);
 PyObject *py_done(PyObject *self, PyObject *job);
 PyObject *py_queue(PyObject *self, PyObject *nothing);
 PyObject *py_push(PyObject *self, PyObject *args);
+PyObject *py_withdraw(PyObject *self, PyObject *job);
 PyObject *py_queued(PyObject *self, PyObject *queue);
 PyObject *py_serve(PyObject *self, PyObject *args);
 

@@ -189,6 +189,7 @@ static PyMethodDef FUNCTIONS[] = {
     {"spans_undone", py_spans_undone, METH_O, NULL},
     {"queue", py_queue, METH_NOARGS, NULL},
     {"push", py_push, METH_VARARGS, NULL},
+    {"withdraw", py_withdraw, METH_O, NULL},
     {"queued", py_queued, METH_O, NULL},
     {"serve", py_serve, METH_VARARGS, NULL},
     {"choose", py_choose, METH_VARARGS, NULL},

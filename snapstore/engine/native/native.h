@@ -294,9 +294,10 @@ typedef struct {
     SparseWriter sparse_writer;
     u8 planes[];  // of one chunk, and FRAME_SLACK; or what sparse deltas need
 } Scratch;
-// Scratch memory that a call needs for each byte of its longest chunk; if it may write sparse deltas.
+// Scratch memory that a call needs for each byte of its longest chunk; if it may write sparse deltas of
+// elements of this size.
 #define SCRATCH_PER_BYTE 2
-#define SPARSE_SCRATCH_PER_BYTE 6
+#define SPARSE_SCRATCH_PER_BYTE(size) ((size) == 2 ? 6u : 4u)
 
 // A blob is declined if zstd, which finds runs, might save more than this share of it.
 #define MATCHES_SAVE (1.0 / 512)

@@ -338,7 +338,7 @@ def _room_bytes(lengths: Column, sizes: Bytes, layouts: Bytes) -> Column:
 
     Of chunks that are no floats, the extension encodes little but sparse deltas: the reference encodes larger blobs.
     """
-    lengths = np.where(layouts == planes.BYTES, lengths // 2, lengths)
+    lengths = np.where(layouts == planes.BYTES, lengths // 4, lengths)
     blocks = 1 + sizes * (1 + lengths // sizes // codecs.BLOCK_BYTES)
     frames = (_native.FRAME_SLACK + 4) * blocks  # a frame may be larger than its block until it is replaced
     room = blob.HEADER.size + lengths + frames + blob.ALIGNMENT

@@ -404,14 +404,14 @@ def test_a_managers_iterator_that_raises_does_so_once():
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
-#: A process that may allocate 450 MiB saves 960 MiB and reads 480: tensors of 40 MiB, one of 80 MiB, and small ones.
+#: A process that may allocate 470 MiB saves 960 MiB and reads 480: tensors of 40 MiB, one of 80 MiB, and small ones.
 PROGRAM = """
 import resource, sys
 import numpy as np
 from snapstore import Repository
 
 MiB = 1 << 20
-resource.setrlimit(resource.RLIMIT_DATA, (450 * MiB, 450 * MiB))
+resource.setrlimit(resource.RLIMIT_DATA, (470 * MiB, 470 * MiB))
 numbers = np.arange(16 * MiB, dtype=np.uint32) >> 8
 
 def value(i, step):
@@ -441,7 +441,7 @@ print(int(peak.split()[1]) // 1024)
 """
 
 
-def test_480_megabytes_pass_through_450(tmp_path):
+def test_480_megabytes_pass_through_470(tmp_path):
     done = run_python("-c", PROGRAM, tmp_path / "r", SNAPSTORE_THREADS="2")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 450, f"at most {done.stdout} MiB at a time"

@@ -36,8 +36,8 @@ COPIED_AT_ONCE_BYTES = 1024 * 1024
 ROOM_BYTES = 4096
 #: Who has waited so long for a job takes its spans, if any are left [s].
 PATIENCE_S = 1.0
-#: Scratch memory that most jobs need at most [bytes]; only sparse deltas need more.
-SCRATCH_BYTES = 4 * 1024 * 1024
+#: Scratch memory of a thread, until a job needs more [bytes].
+SCRATCH_BYTES = 1024 * 1024
 #: A span has at least this many bytes, if there are as many.
 SPAN_BYTES = 512 * 1024
 #: At most about this many spans for each thread, so that threads end at about the same time.

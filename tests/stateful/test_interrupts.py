@@ -138,7 +138,7 @@ def interrupted_reads(store, at):
             with suppress(KeyboardInterrupt):
                 interrupter.call(lambda: manager.save(1, state).result())
             late = sum(gate._inside + int(gate.flags[1]) for gate in gates)
-            late += sum(job._gate in gates and not job._gate.is_closed for job in begun)
+            late += sum(job._gate in gates and not (job._gate.is_closed or job.done.is_set()) for job in begun)
             done = sum(job.done.is_set() for job in begun)
         manager.save(2, state).result()  # with whatever the base is now
         assert torch.equal(manager.restore(2)["w"], state["w"])

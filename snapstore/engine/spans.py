@@ -38,6 +38,8 @@ ROOM_BYTES = 4096
 PATIENCE_S = 1.0
 #: Scratch memory of a thread, until a job needs more [bytes].
 SCRATCH_BYTES = 1024 * 1024
+#: Memory for jobs that need no scratch memory.
+NO_SCRATCH = np.empty(64, np.uint8)
 #: A span has at least this many bytes, if there are as many.
 SPAN_BYTES = 512 * 1024
 #: At most about this many spans for each thread, so that threads end at about the same time.
@@ -89,10 +91,6 @@ def place(chunks: Chunks) -> Place:
     return chunks.memories, which, starts, lengths
 
 
-#: Memory for jobs that need no scratch memory.
-_NO_SCRATCH = np.empty(64, np.uint8)
-
-
 class SharedJob:
     """Spans of chunks, which threads take one after the other; see _native.pyi. It keeps their memory alive.
 
@@ -134,7 +132,7 @@ class SharedJob:
         native = self._queue.native
         while native.spans_left(self.handle) > 0:  # a thread that comes too late needs no memory
             if not self.scratch_bytes:
-                ends = native.run(self.handle, _NO_SCRATCH, self.look_at)
+                ends = native.run(self.handle, NO_SCRATCH, self.look_at)
             else:
                 with planes.scratch.borrowed():
                     ends = native.run(self.handle, planes.scratch.room("native", self.scratch_bytes), self.look_at)
@@ -336,7 +334,7 @@ def _flags(gate: Gate | None) -> Column | None:
 def _room_bytes(lengths: Column, sizes: Bytes, layouts: Bytes) -> Column:
     """Return how many bytes the blobs of chunks may take in `_encode_job`, (n,), multiples of 8.
 
-    Of chunks that are no floats, the extension encodes little but sparse deltas: the reference encodes larger blobs.
+    The extension encodes few blobs of integers but sparse deltas; the reference encodes those that need more room.
     """
     lengths = np.where(layouts == planes.BYTES, lengths // 4, lengths)
     blocks = 1 + sizes * (1 + lengths // sizes // codecs.BLOCK_BYTES)

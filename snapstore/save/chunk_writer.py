@@ -394,7 +394,7 @@ class ChunkWriter:
     def _candidates(self, runs: Sequence[_ChunkRange]) -> tuple[Column, Column]:
         """Return the row of the chunk at each chunk's place in a base, and the row of the base that a delta may have.
 
-        Both are -1 for none. They differ where a skip is due.
+        Both are -1 for none. They differ where no delta is allowed, or a skip is due.
         """
         found = np.concatenate([run.candidates for run in runs])
         if self._full or not len(self.bases.table) or not (found >= 0).any():

@@ -142,7 +142,7 @@ flags = st.lists(st.booleans(), min_size=12, max_size=12)
 
 @given(st.lists(rows, min_size=1, max_size=12), flags, flags, flags, st.booleans())
 def test_a_batch_is_examined_as_by_the_reference(engine, reference, drawn, unchanged, wanted, deltas, copied):
-    """What is encoded while it is examined is what is encoded later; all that is not encoded is copied."""
+    """An examination makes the blobs that an encoding makes, and copies the chunks without a blob."""
     drawn = [
         (chunk, size, base if base is None or not same else chunk.copy())
         for (chunk, size, base), same in zip(drawn, unchanged, strict=False)

@@ -176,9 +176,22 @@ def test_jobs_that_run_one_after_the_other_share_their_memory():
         out = [np.zeros(chunks[0].size, np.uint8)]
         engine.start_decode(decode_batch(made, chunks, out))()
         assert out[0].tobytes() == chunks[0].tobytes()
+        until(lambda: engine._jobs is None or not engine._jobs._serving)
     assert len(planes.Scratch._free) <= 2  # a thread of the pool, and the one that waits
     engine.close()
     assert planes.Scratch._free == []
+
+
+def test_the_reference_inside_a_job_in_c_uses_the_memory_of_that_job():
+    planes.scratch.clear()
+    with planes.scratch.borrowed():
+        outer = planes.scratch.room("native", 100)
+        with planes.scratch.borrowed():
+            planes.scratch.room("planes", 50)
+        assert planes.scratch.room("native", 100).ctypes.data == outer.ctypes.data
+    (rooms,) = planes.Scratch._free
+    assert sorted(rooms) == ["native", "planes"]
+    planes.scratch.clear()
 
 
 def test_host_encoded_copies_any_blobs_padded():

@@ -37,6 +37,7 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._rooms: dict[str, Bytes] = {}
+        self._borrows = False
 
     def room(self, purpose: str, nbytes: int) -> Bytes:
         """Return (nbytes,) uint8, valid until this thread calls again for the same purpose."""
@@ -47,15 +48,20 @@ class Scratch(threading.local):
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Use borrowed memory in this thread."""
+        """Use borrowed memory in this thread; inside another such use, the same memory, for other purposes."""
+        if self._borrows:
+            yield
+            return
         own = self._rooms
         try:
             self._rooms = self._free.pop()
         except IndexError:
             self._rooms = {}
         try:
+            self._borrows = True
             yield
         finally:
+            self._borrows = False
             self._free.append(self._rooms)
             self._rooms = own
 

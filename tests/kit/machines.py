@@ -62,7 +62,12 @@ class Emulator:
 
 def source_of(kernel):
     """Return the source of a kernel, without the header for memory."""
-    shared = {"zstd.cuh": kernel in ("huffman_decode", "sparse_tables"), "sparse.cuh": kernel.startswith("sparse_")}
+    shared = {
+        "../native/xxh3.h": kernel == "digest",
+        "../native/huffman_tree.h": kernel in ("huffman_encode", "huffman_decode"),
+        "zstd.cuh": kernel in ("huffman_decode", "sparse_tables"),
+        "sparse.cuh": kernel.startswith("sparse_"),
+    }
     files = [*(file for file, used in shared.items() if used), f"{kernel}.cu"]
     return "".join((FOLDER / file).read_text() for file in files)
 

@@ -7,112 +7,14 @@
 
 #define THREADS 32
 #define STREAMS 4
-#define MAX_BITS 11
-#define WEIGHTS 16
-
-__device__ __forceinline__ u32 high_bit(u32 value) { return 31 - __clz(value); }
 
 struct Table {
     unsigned short entries[1 << MAX_BITS];  // by the next max_bits bits: symbol | length of its code << 8
     u8 weights[256];
     unsigned short starts[256];  // the first entry of each symbol
     u32 max_bits, streams, streams_at, literals_end, from, kind;
-    u8 fse_symbol[64], fse_bits[64], fse_base[64];
-    int shares[WEIGHTS], next[WEIGHTS];
+    FseDecoder fse;
 };
-
-// Return `count` bits from position `bit` on, least significant first; bits beyond the end are 0.
-__device__ u32 peek(const u8* p, u32 bytes, u32 bit, int count) {
-    u32 value = 0;
-    for (u32 i = bit / 8, k = 0; k < 4; i++, k++)
-        if (i < bytes) value |= (u32)p[i] << (8 * k);
-    return value >> (bit % 8) & ((1u << count) - 1);
-}
-
-// Move `at` down by `count` bits and return these bits; bits below position 0 are 0.
-__device__ u32 read_back(const u8* p, u32 bytes, int& at, int count) {
-    at -= count;
-    if (at >= 0) return peek(p, bytes, at, count);
-    return at + count > 0 ? peek(p, bytes, 0, at + count) << -at : 0;
-}
-
-// Read an FSE table and its accuracy `log`; return the bytes of its description, 0 if it is not valid.
-__device__ u32 fse_table(Table& table, const u8* p, u32 bytes, int& log) {
-    log = (int)peek(p, bytes, 0, 4) + 5;
-    if (log > 6) return 0;
-    const int size = 1 << log;
-    int remaining = size + 1, threshold = size, width = log + 1, w = 0;
-    u32 bit = 4;
-    bool after_zero = false;
-    for (int i = 0; i < WEIGHTS; i++) table.shares[i] = 0;
-    while (remaining > 1) {
-        if (after_zero) {
-            u32 more;
-            do {
-                more = peek(p, bytes, bit, 2);
-                bit += 2;
-                w += more;
-            } while (more == 3 && w < WEIGHTS);
-        }
-        if (w >= WEIGHTS || bit > 8 * bytes) return 0;
-        const int most = 2 * threshold - 1 - remaining;
-        int value = peek(p, bytes, bit, width - 1);
-        if (value < most) {
-            bit += width - 1;
-        } else {
-            value = peek(p, bytes, bit, width);
-            if (value >= threshold) value -= most;
-            bit += width;
-        }
-        value--;
-        remaining -= value < 0 ? -value : value;
-        after_zero = value == 0;
-        table.shares[w++] = value;
-        for (; threshold > 1 && remaining < threshold; threshold >>= 1) width--;
-    }
-    if (remaining != 1 || bit > 8 * bytes) return 0;
-    int high = size - 1, position = 0;
-    for (int s = 0; s < WEIGHTS; s++) {
-        table.next[s] = table.shares[s] < 0 ? 1 : table.shares[s];
-        if (table.shares[s] < 0) table.fse_symbol[high--] = s;
-    }
-    for (int s = 0; s < WEIGHTS; s++)
-        for (int i = 0; i < table.shares[s]; i++) {
-            table.fse_symbol[position] = s;
-            do position = (position + (size >> 1) + (size >> 3) + 3) & (size - 1);
-            while (position > high);
-        }
-    for (int i = 0; i < size; i++) {
-        const u32 state = table.next[table.fse_symbol[i]]++;
-        table.fse_bits[i] = log - high_bit(state);
-        table.fse_base[i] = (state << table.fse_bits[i]) - size;
-    }
-    return (bit + 7) / 8;
-}
-
-// Read weights in two interleaved FSE streams (4.2.1.2); return their number, 0 if they are not valid.
-__device__ u32 fse_weights(Table& table, const u8* p, u32 bytes) {
-    int log;
-    const u32 head = fse_table(table, p, bytes, log);
-    if (!head || head >= bytes) return 0;
-    p += head;
-    bytes -= head;
-    if (!p[bytes - 1]) return 0;
-    int at = 8 * (bytes - 1) + high_bit(p[bytes - 1]);
-    u32 state[2];
-    for (int i = 0; i < 2; i++) state[i] = read_back(p, bytes, at, log);
-    if (at < 0) return 0;
-    for (u32 n = 0; n < 254; n++) {
-        const u32 s = state[n & 1];
-        table.weights[n] = table.fse_symbol[s];
-        state[n & 1] = table.fse_base[s] + read_back(p, bytes, at, table.fse_bits[s]);
-        if (at < 0) {
-            table.weights[n + 1] = table.fse_symbol[state[~n & 1]];
-            return n + 2;
-        }
-    }
-    return 0;
-}
 
 // Return the kind of a frame; for Huffman-coded literals, set weights and streams in `table`. One thread calls it.
 __device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
@@ -121,42 +23,24 @@ __device__ u32 parse(Table& table, const u8* p, u32 size, u32 n) {
     table.from = found.at;
     if (kind != HUFFMAN) return kind;
     const u32 end = found.end, jumps = found.streams > 1 ? 6 : 0;  // bytes of the sizes of all streams but the last
-    u32 tree = found.at, count;
+    u32 symbols;
     table.streams = found.streams;
-    const u32 head = p[tree++];
-    const u32 bytes = head < 128 ? head : (head - 127 + 1) / 2;
-    if (tree + bytes + jumps + table.streams > end) return BAD;
-    if (head < 128) {
-        count = fse_weights(table, p + tree, bytes);
-    } else {
-        count = head - 127;
-        for (u32 i = 0; i < count; i++) table.weights[i] = i % 2 ? p[tree + i / 2] & 15 : p[tree + i / 2] >> 4;
-    }
-    if (!count) return BAD;
-    u32 sum = 0;
-    for (u32 i = 0; i < count; i++) {
-        if (table.weights[i] > MAX_BITS) return BAD;
-        sum += 1u << table.weights[i] >> 1;
-    }
-    if (!sum || sum >= 1u << MAX_BITS) return BAD;
-    table.max_bits = high_bit(sum) + 1;
-    const u32 rest = (1u << table.max_bits) - sum;
-    if (rest & (rest - 1)) return BAD;
-    table.weights[count] = high_bit(rest) + 1;
-    for (u32 i = count + 1; i < 256; i++) table.weights[i] = 0;
+    const u32 bytes = read_weights(&table.fse, p + found.at, end - found.at, table.weights, &symbols, &table.max_bits);
+    if (!bytes || found.at + bytes + jumps + table.streams > end) return BAD;
+    for (u32 i = symbols; i < 256; i++) table.weights[i] = 0;
     u32 next[MAX_BITS + 2], start = 0;
     for (u32 w = 1; w <= table.max_bits; w++) {
         next[w] = start;
-        for (u32 i = 0; i <= count; i++) start += table.weights[i] == w ? 1u << w >> 1 : 0;
+        for (u32 i = 0; i < symbols; i++) start += table.weights[i] == w ? 1u << w >> 1 : 0;
     }
-    for (u32 i = 0; i <= count; i++) {
+    for (u32 i = 0; i < symbols; i++) {
         const u32 w = table.weights[i];
         if (w) {
             table.starts[i] = next[w];
             next[w] += 1u << w >> 1;
         }
     }
-    table.streams_at = tree + bytes + jumps;
+    table.streams_at = found.at + bytes + jumps;
     table.literals_end = end;
     return HUFFMAN;
 }

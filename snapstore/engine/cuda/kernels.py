@@ -72,16 +72,27 @@ def _shared_bytes(name: str, device: int) -> int:
     return APPLY_SHARED_BYTES[apply_tile_bytes(device)] if name in APPLY else 0
 
 
+def _source(name: str) -> str:
+    """Return the source of a kernel, with the headers that it needs; the CPU engine has those of `native` too."""
+    engine = resources.files("snapstore.engine")
+    cuda, native = engine / "cuda", engine / "native"
+    headers = {
+        "memory.cuh": True,
+        "xxh3.h": name == "digest",
+        "huffman_tree.h": name in ("huffman_encode", "huffman_decode"),
+        "zstd.cuh": name in ("huffman_decode", "sparse_tables"),
+        "sparse.cuh": name.startswith("sparse_"),
+    }
+    files = [(native if file.endswith(".h") else cuda) / file for file, used in headers.items() if used]
+    return "".join(file.read_text() for file in [*files, cuda / f"{name}.cu"])
+
+
 def _kernel(name: str, device: int) -> Any:
     """Compile a kernel of this folder for a device. CuPy caches the binary for all devices of the same kind."""
-    folder, options = resources.files(__package__), ["-std=c++17"]
+    options = ["-std=c++17"]
     if name in APPLY:
         options += [f"-DTILE_BYTES={apply_tile_bytes(device)}", f"-DELEMENT_SIZE={APPLY[name]}"]
-        name = "sparse_apply"
-    shared = {"zstd.cuh": name in ("huffman_decode", "sparse_tables"), "sparse.cuh": name.startswith("sparse_")}
-    files = ["memory.cuh", *(file for file, used in shared.items() if used), f"{name}.cu"]
-    code = "".join((folder / file).read_text() for file in files)
-    return cupy.RawKernel(code, name, options=tuple(options))
+    return cupy.RawKernel(_source("sparse_apply" if name in APPLY else name), name, options=tuple(options))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,23 @@
 // Loads and stores at any address, and arithmetic of packed elements. It precedes the source of every kernel.
 
 typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
+// What headers need that the extension in C includes as well; native.h has it for that.
+#define SHARED __device__
+#define TABLE __device__ __constant__
+__device__ __forceinline__ u32 high_bit(u32 value) { return 31 - __clz(value); }
+__device__ __forceinline__ u32 load32(const u8* p) {
+    return (u32)p[0] | (u32)p[1] << 8 | (u32)p[2] << 16 | (u32)p[3] << 24;
+}
+__device__ __forceinline__ u64 load64(const u8* p) {
+    u64 value = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) value |= (u64)p[i] << (8 * i);
+    return value;
+}
 
 // Begin to load a cache line into L2, for a later load.
 __device__ __forceinline__ void prefetch(const void* address) {

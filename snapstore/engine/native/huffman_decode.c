@@ -176,12 +176,11 @@ static bool decode_streams_plain(const u8 *const *in, const size_t *sizes, u32 c
 // Decode literals: a tree and its streams, `size` bytes at p. With four streams, the sizes of three precede
 // them.
 static bool decode_tree(const u8 *p, size_t size, u32 count, u8 *out, size_t bytes, DecodeTables *tables) {
+    FseDecoder fse;
     u8 weights[256];
-    u32 symbols, sum = 0;
-    const size_t described = read_weights(p, size, weights, &symbols);
+    u32 symbols, log;
+    const size_t described = read_weights(&fse, p, (u32)size, weights, &symbols, &log);
     if (!described) return false;
-    for (u32 s = 0; s < symbols; s++) sum += 1u << weights[s] >> 1;
-    const u32 log = high_bit(sum);
     const u8 *in[STREAMS];
     size_t sizes[STREAMS], jumps = count == STREAMS ? 6 : 0, at = described + jumps;
     for (u32 i = 0; i < count; i++) {

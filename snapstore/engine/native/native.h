@@ -1,11 +1,12 @@
 // The hot loops of the CPU engine, which jobs.c calls for spans of chunks.
 //
-//   xxh3.c             XXH3-128 and XXH3-64: digests of chunks, checksums of blobs
+//   xxh3.c, xxh3.h     XXH3-128 and XXH3-64: digests of chunks, checksums of blobs
 //   planes.c           chunks to byte planes and back, and differences from a base
 //   sample.c           statistics of sampled elements; the number of elements that differ from a base
 //   choice.c           how to store a chunk, by these statistics
 //   code_lengths.c     lengths of Huffman codes for counts
-//   huffman_tree.c     the tree of a zstd frame, and its description in the frame
+//   huffman_tree.h     trees of zstd frames: codes, and the description of a tree in the frame
+//   huffman_tree.c     the tree of a frame that is written
 //   huffman_encode.c   a block to one zstd frame of Huffman-coded literals
 //   huffman_decode.c   such a frame back to its block
 //   deflate_encode.c   a block of mostly one value to a deflate stream of literals and runs
@@ -39,6 +40,9 @@
 #define HAS_AVX2_CODE 0
 #endif
 #define INLINE static inline __attribute__((always_inline))
+// What headers need that the CUDA kernels include as well; memory.cuh has it for these.
+#define SHARED static inline
+#define TABLE static const
 
 typedef uint8_t u8;
 typedef uint16_t u16;
@@ -75,11 +79,6 @@ extern bool use_avx2;
 
 // -- xxh3.c
 
-typedef struct {
-    u64 low, high;
-} Hash128;
-
-Hash128 xxh3_128(const u8 *data, size_t bytes, u64 seed);
 u64 xxh3_64(const u8 *data, size_t bytes);  // seed 0
 // The digest of a chunk as stored: 16 bytes, big-endian.
 void xxh3_digest(const u8 *data, size_t bytes, u64 seed, u8 out[16]);
@@ -146,10 +145,7 @@ u32 code_lengths(const u32 *counts, u32 symbols, u32 most, u8 *lengths);
 
 // -- huffman_tree.c
 
-// Literals have codes of at most 11 bits (RFC 8878, 4.2.1).
-#define MAX_BITS 11
-// The bytes of a description: its length, and at most 128 bytes of weights.
-#define DESCRIPTION_BYTES 160
+#include "huffman_tree.h"
 
 typedef struct {
     u8 lengths[256];     // of the code of each symbol [bits]; 0: no code
@@ -161,8 +157,6 @@ typedef struct {
 
 // Make the tree for counts of at least two symbols.
 void make_tree(const u32 counts[256], Tree *tree);
-// Read a description of at most `bytes` bytes. Return its length; 0: it is not valid.
-size_t read_weights(const u8 *data, size_t bytes, u8 weights[256], u32 *symbols);
 
 // -- huffman_encode.c
 

@@ -20,6 +20,7 @@ from ..arrays import Bytes, Column
 from ..context import Context
 from ..engine.base import Engine
 from ..engine.batches import Chunks, DecodeBatch
+from ..engine.cpu import CpuEngine
 from ..errors import IntegrityError, NotFoundError
 from ..format.blobs import pack
 from ..format.keys import pack_key
@@ -99,7 +100,7 @@ class ChunkReader:
         self._engine = engine
         self._readers: Threads | None = None
         self._opened: set[str] = set()  # packs that have been opened ahead
-        self._spare: list[tuple[Engine, Bytes]] = []  # buffers of batches that are done
+        self._spare: list[Bytes] = []  # buffers of the CPU engine, which has no pool as others do
         self._get_ranges: GetRanges
 
     def rebuild(self, wanted: Iterable[Wanted]) -> Iterator[int]:
@@ -136,9 +137,7 @@ class ChunkReader:
                 for begun, wait in decoding:
                     _ended(wait)
                     begun.engine.give_back(begun.buffer)
-                while self._spare:
-                    engine, buffer = self._spare.pop()
-                    engine.give_back(buffer)
+                self._spare.clear()
                 if self._readers is not None:
                     self._readers.close()
 
@@ -172,11 +171,12 @@ class ChunkReader:
 
     def _buffer(self, engine: Engine, nbytes: int) -> Bytes:
         """Return a spare buffer if it suits, else a new one."""
+        if not isinstance(engine, CpuEngine):
+            return engine.buffer(nbytes)
         while self._spare:
-            own, buffer = self._spare.pop()
-            if own is engine and nbytes <= len(buffer):
+            buffer = self._spare.pop()
+            if nbytes <= len(buffer):
                 return buffer
-            own.give_back(buffer)
         return engine.buffer(nbytes + int(nbytes * BUFFER_SLACK))
 
     def _open_ahead(self, keys: Sequence[str]) -> None:
@@ -229,7 +229,10 @@ class ChunkReader:
         begun, wait = decoding[0]
         wait()
         decoding.popleft()
-        self._spare.append((begun.engine, begun.buffer))
+        if isinstance(begun.engine, CpuEngine):
+            self._spare.append(begun.buffer)
+        else:
+            begun.engine.give_back(begun.buffer)
         return len(begun.batch.counts)
 
     def _batches(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Engine, _ReadBatch]]:

@@ -295,7 +295,7 @@ def _encode_job(
 ) -> tuple[SharedJob, MadeBlobs]:
     count, firsts, wanted = len(given.chunks), cut(given.chunks.lengths, queue.threads.count), columns[3]
     sizes, layouts = (np.ascontiguousarray(column, np.uint8) for column in (given.element_sizes, given.layouts))
-    rooms = _room_bytes(given.chunks.lengths, sizes, layouts)
+    rooms = _room_bytes(given.chunks.lengths, sizes, (layouts == planes.BYTES) & (given.bases.which < 0))
     ends = sums_before(rooms if wanted is None else rooms * wanted)
     places = ends[firsts] + ROOM_BYTES * np.arange(len(firsts))
     entries, starts, out = np.zeros(count, blob.ENTRY), np.zeros(count, np.int64), buffer(int(places[-1]))
@@ -331,12 +331,12 @@ def _flags(gate: Gate | None) -> Column | None:
     return None if gate is None else gate.flags
 
 
-def _room_bytes(lengths: Column, sizes: Bytes, layouts: Bytes) -> Column:
+def _room_bytes(lengths: Column, sizes: Bytes, are_full_integers: Column) -> Column:
     """Return how many bytes the blobs of chunks may take in `_encode_job`, (n,), multiples of 8.
 
-    The extension encodes few blobs of integers but sparse deltas; the reference encodes those that need more room.
+    The extension encodes few full chunks of integers; the reference encodes those that need more room.
     """
-    lengths = np.where(layouts == planes.BYTES, lengths // 4, lengths)
+    lengths = np.where(are_full_integers, lengths // 4, lengths)
     blocks = 1 + sizes * (1 + lengths // sizes // codecs.BLOCK_BYTES)
     frames = (_native.FRAME_SLACK + 4) * blocks  # a frame may be larger than its block until it is replaced
     room = blob.HEADER.size + lengths + frames + blob.ALIGNMENT

@@ -102,7 +102,7 @@ static void fuzz_blob(void) {
     const bool is_delta = draw(2);
     u8 *chunk = content(bytes), *base = content(bytes), *out = room(needed), *back = room(bytes);
     u8 digest[16], base_digest[16], entry[ENTRY_BYTES], kinds[MAX_PLANES];
-    Scratch *scratch = room(sizeof(Scratch) + SPARSE_SCRATCH_PER_BYTE(2) * bytes);
+    Scratch *scratch = room(sizeof(Scratch) + SCRATCH_PER_BYTE * bytes + FRAME_SLACK);
     PlaneSums *sums = room(sizeof(PlaneSums) * (size_t)size);
     static i64 terms[MOST_SAMPLED];
     xxh3_digest(chunk, bytes, 0, digest);
@@ -129,16 +129,18 @@ static void fuzz_blob(void) {
     free(chunk), free(base), free(out), free(back), free(scratch), free(sums), free(stored);
 }
 
-static long sparse_deltas;  // read back whole
+static long sparse_deltas[4];  // read back whole, by the logarithm of the element size
 
 // Change some elements of a base; write them as a sparse delta, and read it whole and damaged.
 static void fuzz_sparse(void) {
-    const int size = 1 << draw(4);
+    const u32 size_bits = draw(4);
+    const int size = 1 << size_bits;
     const size_t elements = some_length(draw(20) ? 3000 : 140000), bytes = elements * (size_t)size;
-    const size_t needed = 80 + bytes + 16 * 1024;
+    const size_t needed = 80 + bytes + 16 * 1024, planes_bytes = SPARSE_SCRATCH_PER_BYTE(size) * bytes + FRAME_SLACK;
     u8 *base = content(bytes), *chunk = copy_of(base, bytes), *out = room(needed), *back = room(bytes);
     u8 digest[16], base_digest[16], entry[ENTRY_BYTES], kinds[MAX_PLANES] = {0};
-    Scratch *scratch = room(sizeof(Scratch) + SPARSE_SCRATCH_PER_BYTE(2) * bytes);
+    Scratch *scratch = room(sizeof(Scratch) + planes_bytes);
+    Scratch *reading = room(sizeof(Scratch) + SCRATCH_PER_BYTE * bytes);
     const u32 one_in = 1 + draw(draw(2) ? 4 : 300), far = draw(3);
     for (size_t i = 0; i < elements; i++)
         if (!draw(one_in)) chunk[i * (size_t)size] ^= (u8)(far ? 1 + draw(255) : 1);
@@ -151,18 +153,29 @@ static void fuzz_sparse(void) {
     u8 *little_out = room(little);
     encode_sparse_blob(&row, needed, little_out, little, entry, scratch);
     free(little_out);
+    const size_t few = draw((u32)planes_bytes);  // and too little scratch memory
+    u8 *few_planes = room(few);
+    scratch->sparse_writer.frames = 0;
+    encode_sparse(chunk, base, size, row.layout, elements, out, needed, few_planes, few, &scratch->sparse_writer,
+                  &scratch->sparse, &scratch->encode);
+    free(few_planes);
+    scratch->sparse_writer.frames = 0;
+    const bool done = encode_sparse(chunk, base, size, row.layout, elements, out, needed, scratch->planes, planes_bytes,
+                                    &scratch->sparse_writer, &scratch->sparse, &scratch->encode);
+    if (!done && 2 * count_changed(chunk, base, size, elements, elements) <= elements)
+        fail("too little scratch memory");
     encode_sparse_blob(&row, draw((u32)needed), out, needed, entry, scratch);
     const size_t length = encode_sparse_blob(&row, needed, out, needed, entry, scratch);
     if (length && length != SIZE_MAX) {
         u8 *stored = copy_of(out, length);
         const Stored blob = {stored, length};
-        if (!decode_chain(&blob, 1, base, digest, digest, 0, back, bytes, scratch) || memcmp(chunk, back, bytes))
+        if (!decode_chain(&blob, 1, base, digest, digest, 0, back, bytes, reading) || memcmp(chunk, back, bytes))
             fail("a chunk differs from its sparse delta");
-        sparse_deltas++;
-        for (int i = 0; i < 60; i++) decode_damaged(stored, length, base, digest, back, bytes, scratch);
+        sparse_deltas[size_bits]++;
+        for (int i = 0; i < 60; i++) decode_damaged(stored, length, base, digest, back, bytes, reading);
         free(stored);
     }
-    free(chunk), free(base), free(out), free(back), free(scratch);
+    free(chunk), free(base), free(out), free(back), free(scratch), free(reading);
 }
 
 int main(int count, char **arguments) {
@@ -177,7 +190,8 @@ int main(int count, char **arguments) {
         if (rounds % 3 == 0) fuzz_blob();
         if (rounds % 3 == 1) fuzz_sparse();
     }
-    if (strtol(arguments[2], NULL, 10) >= 300 && sparse_deltas < 20) fail("too few sparse deltas");
+    for (int i = 0; i < 4 && strtol(arguments[2], NULL, 10) >= 300; i++)
+        if (sparse_deltas[i] < 5) fail("too few sparse deltas");
     free(scratch);
     return 0;
 }

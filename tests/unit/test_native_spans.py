@@ -23,6 +23,7 @@ native = spans.extension()
 pytestmark = pytest.mark.skipif(native is None, reason="the extension is not built")
 
 SEED = 0xD1A5ED5EED
+DTYPES = {1: np.int8, 2: np.float16, 4: np.float32, 8: np.float64}
 UNLIMITED = 2**40
 
 
@@ -49,7 +50,7 @@ def digests_of(chunks):
 def content(kind, size, count, seed):
     """Return `count` elements of `size` bytes, as bytes."""
     rng = np.random.default_rng(seed)
-    dtype = {1: np.int8, 2: np.float16, 4: np.float32, 8: np.float64}[size]
+    dtype = DTYPES[size]
     if kind == "noise":
         return rng.integers(0, 256, count * size, np.uint8)
     if kind == "constant":
@@ -88,14 +89,15 @@ rows = st.builds(
 )
 
 
-def batch_of(drawn, limits=UNLIMITED, *, xor=False):
+def batch_of(drawn, limits=UNLIMITED, *, xor=False, layout=None):
+    """Return a batch; `layout`: of all rows, None: that of floats for elements of more than a byte."""
     chunks, sizes, bases = zip(*drawn, strict=True)
     n = len(drawn)
     has_base = np.array([base is not None for base in bases])
     places = [np.empty(0, np.uint8) if base is None else base for base in bases]
     all_bases = Chunks.of(places)
     given = Chunks(places, np.where(has_base, all_bases.which, -1), all_bases.starts, all_bases.lengths)
-    layouts = np.array([planes.ROTATED if size > 1 else planes.BYTES for size in sizes], np.uint8)
+    layouts = np.array([int(size > 1) if layout is None else layout for size in sizes], np.uint8)
     return EncodeBatch(
         Chunks.of(chunks), digests_of(chunks), np.array(sizes, np.uint8), layouts, given,
         digests_of(places), np.full(n, limits, np.int64), xor=xor,
@@ -180,11 +182,11 @@ def without(bases, rows):
 
 
 def sparsely_changed(size, count, seed, share, ones):
-    """Return a chunk of floats, whose elements changed by a share that falls with their size; and its base."""
+    """Return a chunk of numbers, which changed by a share that falls with their size; and its base."""
     rng = np.random.default_rng(seed)
-    base = content("floats", size, count, seed)
+    base = content("floats" if size > 1 else "noise", size, count, seed)
     elements = base.view(f"u{size}").copy()
-    by_size = np.abs(base.view({2: np.float16, 4: np.float32}[size]).astype(np.float64))
+    by_size = np.abs(base.view(DTYPES[size]).astype(np.float64))
     changes = rng.random(count) < share / (1 + by_size / (by_size.mean() + 1e-9)) ** rng.integers(0, 4)
     step = rng.choice([-1, 1], count) if ones else rng.integers(-(4 ** rng.integers(1, 3 * size)), 1000, count)
     elements[changes] += step[changes].astype(elements.dtype)
@@ -193,7 +195,7 @@ def sparsely_changed(size, count, seed, share, ones):
 
 sparse_rows = st.builds(
     sparsely_changed,
-    st.sampled_from([2, 4]),
+    st.sampled_from([1, 2, 4, 8]),
     st.integers(300, 3000) | st.sampled_from([8192, 70_000, 200_000]),
     st.integers(0, 2**31),
     st.sampled_from([0.001, 0.01, 0.1, 0.3, 0.6, 0.9]),
@@ -201,10 +203,10 @@ sparse_rows = st.builds(
 )
 
 
-@given(st.lists(sparse_rows, min_size=1, max_size=4), st.sampled_from([UNLIMITED, 2000]))
-def test_sparse_deltas_equal_the_reference(engine, reference, drawn, limit):
+@given(st.lists(sparse_rows, min_size=1, max_size=4), st.sampled_from([UNLIMITED, 2000]), st.sampled_from([None, 0, 1]))
+def test_sparse_deltas_equal_the_reference(engine, reference, drawn, limit, layout):
     """Each reads what the other one writes; both take sparse deltas for the same chunks, unless sizes decide."""
-    batch = batch_of(drawn, limit)
+    batch = batch_of(drawn, limit, layout=layout)
     ours, theirs = blobs_of(engine, batch), blobs_of(reference, batch)
     for own, other, (chunk, _, base) in zip(ours, theirs, drawn, strict=True):
         assert len(own) <= 1.005 * len(other) + 24
@@ -218,17 +220,52 @@ def test_sparse_deltas_equal_the_reference(engine, reference, drawn, limit):
                 assert outs[0].tobytes() == chunk.tobytes()
 
 
-def test_sparse_deltas_are_written_and_read_by_the_extension(engine, monkeypatch):
+@pytest.mark.parametrize("layout", [planes.BYTES, planes.ROTATED])
+def test_sparse_deltas_are_written_and_read_by_the_extension(engine, monkeypatch, layout):
     monkeypatch.setattr(reference_code, "encode_chunk", None)
     monkeypatch.setattr(chain_decode, "decode_chain", None)
-    drawn = [sparsely_changed(size, 100_000, seed, 0.05, True) for seed, size in enumerate([2, 4, 2, 4])]
-    batch = batch_of(drawn)
+    drawn = [sparsely_changed(size, 100_000, seed, 0.05, True) for seed, size in enumerate([1, 2, 4, 8])]
+    batch = batch_of(drawn, layout=layout)
     made = blobs_of(engine, batch)
     assert [blob.parse(b, "here").codecs[0] for b in made] == [codecs.SPARSE] * 4
     decode, outs = decode_batch([[b] for b in made], [chunk for chunk, _, _ in drawn], batch.bases)
     engine.start_decode(decode)()
     for found, (chunk, _, _) in zip(outs, drawn, strict=True):
         assert found.tobytes() == chunk.tobytes()
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_damaged_sparse_deltas_raise_the_errors_of_the_reference(engine, reference, size):
+    chunk, _, base = sparsely_changed(size, 3000, 1, 0.1, False)
+    (whole,) = blobs_of(engine, batch_of([(chunk, size, base)], layout=planes.ROTATED))
+    assert blob.parse(whole, "here").codecs[0] == codecs.SPARSE
+    for at in range(16, len(whole), max(1, len(whole) // examples(400))):
+        bad = np.array(whole)
+        bad[at] ^= 1 << at % 8
+        bad[8:16] = np.frombuffer(blob.checksum(bad[16:].data).to_bytes(8, "little"), np.uint8)
+        results = [result_of(one, bad.data, chunk, base) for one in (engine, reference)]
+        assert results[0] == results[1], at
+
+
+def result_of(engine, data, chunk, base=None):
+    """Return the chunk that an engine rebuilds from a blob; or its error."""
+    batch, outs = decode_batch([[data]], [chunk], None if base is None else Chunks.of([base]))
+    try:
+        engine.start_decode(batch)()
+    except (IntegrityError, FormatError) as error:
+        return type(error), str(error)
+    return outs[0].tobytes()
+
+
+def test_a_sparse_delta_has_the_longest_gap(engine, monkeypatch):
+    monkeypatch.setattr(reference_code, "encode_chunk", None)
+    base = content("noise", 1, sparse.MAX_ELEMENTS, 0)
+    chunk = base.copy()
+    chunk[-1] ^= 255
+    (made,) = blobs_of(engine, batch_of([(chunk, 1, base)]))
+    assert blob.parse(made, "here").codecs[0] == codecs.SPARSE
+    assert result_of(engine, made, chunk, base) == chunk.tobytes()
 
 
 @pytest.mark.no_cover
@@ -281,7 +318,7 @@ def expected_choice(chunk, base, size, xor, limit):
     most = int(max(0, min(np.ceil(below) - 1, delta_choice.most_bytes(full_bytes, limit)))) if base is not None else 0
     chosen = delta if is_delta else full
     kinds = plane_kinds.plane_kinds(chosen.bits, chosen.top_share, mode).tolist()
-    return is_sparse, is_delta, is_sparse and size not in (2, 4), most, kinds + [0] * (8 - size)
+    return is_sparse, is_delta, False, most, kinds + [0] * (8 - size)
 
 
 @pytest.mark.parametrize("period", [16, 64, 640, 6400])
@@ -365,14 +402,7 @@ def test_damaged_blobs_raise_the_errors_of_the_reference(engine, reference):
         bad[at] ^= 1 + at % 255
         if at % 2:
             bad[8:16] = np.frombuffer(blob.checksum(bad[16:].data).to_bytes(8, "little"), np.uint8)
-        results = []
-        for one in (engine, reference):
-            batch, outs = decode_batch([[bad.data]], [chunk])
-            try:
-                one.start_decode(batch)()
-                results.append(outs[0].tobytes())
-            except (IntegrityError, FormatError) as error:
-                results.append((type(error), str(error)))
+        results = [result_of(one, bad.data, chunk) for one in (engine, reference)]
         assert results[0] == results[1], at
 
 

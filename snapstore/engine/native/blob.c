@@ -130,7 +130,7 @@ size_t encode_sparse_blob(const EncodeRow *row, size_t most, u8 *out, size_t roo
     s->bytes = s->frames = 0, s->repeating = 0;
     if (!n || row->bytes > UINT32_MAX / 2 || room < start) return 0;
     if (!encode_sparse(row->source, row->base, (int)size, row->layout, n, out + start, room - start, scratch->planes,
-                       SPARSE_SCRATCH_PER_BYTE(size) * row->bytes, s, &scratch->sparse, &scratch->encode))
+                       SPARSE_SCRATCH_PER_BYTE(size) * row->bytes + FRAME_SLACK, s, &scratch->sparse, &scratch->encode))
         return 0;
     if ((double)s->repeating > MATCHES_SAVE * (double)s->bytes) return 0;
     Writer w = {.out = out, .lengths = s->frames, .codecs = {SPARSE}, .plane_bytes = {(u32)s->bytes}};

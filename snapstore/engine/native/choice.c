@@ -87,6 +87,5 @@ Choice choose(const u8 *chunk, const u8 *base, Elements elements, size_t n, i64 
         choice.kinds[k] = kind_of(chosen->bits[k], chosen->top_share[k], elements.layout);
         if (choice.kinds[k] == REPEATS && chosen->top_share[k] < 1) choice.is_declined = !choice.is_sparse;
     }
-    if (choice.is_sparse && size != 2 && size != 4) choice.is_declined = true;
     return choice;
 }

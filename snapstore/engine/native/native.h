@@ -228,10 +228,6 @@ typedef struct {
     int size, layout;
 } SparseDelta;
 
-typedef struct {
-    u32 gap, zigzag;
-} SparseChange;
-
 // A group that is being written.
 typedef struct {
     u32 last_key, changed, members, begin;  // begin: of its changes
@@ -245,8 +241,7 @@ typedef struct {
     SparseGroup groups[256];
     u8 of_key[256];  // the group of each key
     u32 count;
-    SparseChange *changes;
-    size_t most_changes;
+    u32 changes, gaps, values;  // places for changes, symbols of gaps and of values; of all groups
 } SparseGroups;
 
 // A chunk has at most this many frames: two of each group, and one for each BLOCK_BYTES more of both streams.
@@ -258,8 +253,8 @@ typedef struct {
     u64 repeating;  // see encode_frame
 } SparseWriter;
 
-// Write the payload of a sparse delta to `out`. Return false if there is not enough memory, or the reference must
-// write it: elements of 1 or 8 bytes.
+// Write the payload of a sparse delta to `out`. Return false if there is not enough memory, or there are more than
+// SPARSE_MOST_ELEMENTS: then the reference must write it.
 bool encode_sparse(const u8 *source, const u8 *base, int size, int layout, size_t n, u8 *out, size_t room,
                    u8 *scratch, size_t scratch_bytes, SparseWriter *w, SparseGroups *all, EncodeTables *tables);
 
@@ -291,7 +286,7 @@ typedef struct {
 // Scratch memory that a call needs for each byte of its longest chunk; if it may write sparse deltas of
 // elements of this size.
 #define SCRATCH_PER_BYTE 2
-#define SPARSE_SCRATCH_PER_BYTE(size) ((size) == 2 ? 6u : 4u)
+#define SPARSE_SCRATCH_PER_BYTE(size) ((size) <= 2 ? 6u : 4u)
 
 // A blob is declined if zstd, which finds runs, might save more than this share of it.
 #define MATCHES_SAVE (1.0 / 512)

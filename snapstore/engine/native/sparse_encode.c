@@ -53,84 +53,144 @@ static u32 make_groups(const SparseCounts *counts, SparseGroup *groups, u8 *of_k
     return count;
 }
 
-// Give each group the place of its changes: those of a dense group need as many as it has members. Return whether
-// there is room for them.
-static bool place_changes(SparseGroups *all) {
-    u64 at = 0;
+// A change: the members of its group that did not change before it, and z.
+typedef struct {
+    u32 gap;
+    u64 zigzag;
+} Change;
+
+// The bytes of a change in memory, for elements of a size; and one that is put there, and taken from there.
+INLINE size_t change_bytes(int size) { return size == 1 ? 4 : size == 8 ? 12 : 8; }
+
+INLINE void put_change(u8 *p, int size, Change change) {
+    if (size == 1) {
+        put_le(p, change.gap << 8 | change.zigzag, 4);  // a gap has at most 24 bits
+        return;
+    }
+    put_le(p, change.gap, 4);
+    put_le(p + 4, change.zigzag, size == 8 ? 8 : 4);
+}
+
+INLINE Change change_at(const u8 *p, int size) {
+    const u32 first = load32(p);
+    if (size == 1) return (Change){first >> 8, first & 255};
+    return (Change){first, size == 8 ? load64(p + 4) : load32(p + 4)};
+}
+
+// Give each group the place of its changes: those of a dense group need as many as it has members.
+static void place_changes(SparseGroups *all) {
+    all->changes = all->gaps = all->values = 0;
     for (u32 g = 0; g < all->count; g++) {
         SparseGroup *group = &all->groups[g];
         const bool is_dense = group->changed > DENSE_ABOVE_SHARE * group->members;
-        group->begin = (u32)at;
+        group->begin = all->changes;
         group->gap_shift = is_dense ? SPARSE_DENSE : 0;
-        at += 1 + (is_dense ? group->members : group->changed);  // one more is written behind the last
-        if (at > all->most_changes) return false;
+        all->changes += 1 + (is_dense ? group->members : group->changed);  // one more is written behind the last
+        all->gaps += is_dense ? 0 : group->changed;
+        all->values += is_dense ? group->members : group->changed;  // at most
     }
-    return true;
 }
 
-INLINE u32 zigzag_of(u32 after, u32 before, int bits) {
-    const u32 difference = (after - before) << (32 - bits);
-    const u32 sign = (u32)((int32_t)difference >> 31);
-    return (difference << 1 ^ sign << (32 - bits)) >> (32 - bits);
+INLINE u64 element_at(const u8 *data, size_t i, int size) {
+    switch (size) {
+    case 1: return data[i];
+    case 2: return load16(data + 2 * i);
+    case 4: return load32(data + 4 * i);
+    default: return load64(data + 8 * i);
+    }
+}
+
+INLINE u64 zigzag_of(u64 after, u64 before, int size) {
+    if (size == 8) return (after - before) << 1 ^ (u64)((i64)(after - before) >> 63);
+    const int unused = 32 - 8 * size;
+    const u32 difference = (u32)(after - before) << unused, sign = (u32)((int32_t)difference >> 31);
+    return (difference << 1 ^ sign << unused) >> unused;
+}
+
+// What is encoded, and the memory for it.
+typedef struct {
+    const u8 *source, *base;
+    size_t n;
+    bool has_keys;  // else every key is 0
+    u8 *scratch;
+    size_t scratch_bytes;
+} Input;
+
+INLINE void count_keys(const Input *in, int size, SparseCounts *counts) {
+    u64 both[4][256] = {{0}};  // members, and in the upper half how many of them changed
+    for (size_t i = 0; i < in->n; i++) {
+        const u64 x = element_at(in->source, i, size), y = element_at(in->base, i, size);
+        both[i & 3][sparse_key(y, 8 * size)] += 1 + ((u64)(x != y) << 32);
+    }
+    for (size_t i = 0; i < in->n; i += SAMPLED) counts->sampled[sparse_key(element_at(in->base, i, size), 8 * size)]++;
+    for (int k = 0; k < 256; k++) {
+        const u64 sum = both[0][k] + both[1][k] + both[2][k] + both[3][k];
+        counts->members[k] = (u32)sum, counts->changed[k] = (u32)(sum >> 32);
+    }
+}
+
+// Collect the changes of a group that has all elements and is not dense, from one to the next.
+INLINE void collect_one(const Input *in, int size, const SparseGroup *group) {
+    const size_t bytes = in->n * (size_t)size;
+    u8 *p = in->scratch + group->begin * change_bytes(size);
+    size_t after = 0;
+    for (size_t at = 0; at < bytes; at += 8) {
+        const int left = bytes - at < 8 ? (int)(bytes - at) : 8;
+        u64 differing = left == 8 ? load64(in->source + at) ^ load64(in->base + at)
+                                  : get_le(in->source + at, left) ^ get_le(in->base + at, left);
+        while (differing) {
+            const u32 place = (u32)__builtin_ctzll(differing) / (8 * (u32)size);
+            const size_t i = at / (size_t)size + place;
+            const u64 x = element_at(in->source, i, size), y = element_at(in->base, i, size);
+            put_change(p, size, (Change){(u32)(i - after), zigzag_of(x, y, size)});
+            p += change_bytes(size), after = i + 1;
+            differing &= ~(UINT64_MAX >> (64 - 8 * size) << 8 * (u32)size * place);
+        }
+    }
 }
 
 // Collect the changes of all groups: with a branch for each element, if few of them changed, else without.
-#define COLLECT(BITS, IS_SKIPPED)                                                                            \
-    for (size_t i = 0; i < n; i++) {                                                                         \
-        const u32 g = all->of_key[layout == LAYOUT_BYTES ? 0 : sparse_key(y[i], BITS)];                      \
-        const u32 r = rank[g]++, taken = (x[i] != y[i]) | is_dense[g];                                       \
-        if (IS_SKIPPED) continue;                                                                            \
-        all->changes[at[g]] = (SparseChange){r - after[g], zigzag_of(x[i], y[i], BITS)};                     \
-        at[g] += taken;                                                                                      \
-        after[g] = taken ? r + 1 : after[g];                                                                 \
+INLINE void collect(const Input *in, int size, const SparseGroups *all, bool are_few) {
+    const bool has_keys = in->has_keys;
+    const u8 *source = in->source, *base = in->base;
+    u8 *changes = in->scratch;
+    const size_t n = in->n;
+    u32 rank[256] = {0}, after[256] = {0}, at[256], is_dense[256];
+    for (u32 g = 0; g < all->count; g++) {
+        at[g] = all->groups[g].begin;
+        is_dense[g] = all->groups[g].gap_shift == SPARSE_DENSE;
     }
-
-#define PASSES(T, BITS)                                                                                      \
-    typedef T __attribute__((aligned(1), may_alias)) element_##BITS;                                         \
-    static void count_##BITS(const u8 *source, const u8 *base, int layout, size_t n, SparseCounts *counts) { \
-        const element_##BITS *x = (const element_##BITS *)source, *y = (const element_##BITS *)base;         \
-        u64 both[4][256] = {{0}}; /* members, and in the upper half how many of them changed */              \
-        for (size_t i = 0; i < n; i++)                                                                       \
-            both[i & 3][layout == LAYOUT_BYTES ? 0 : sparse_key(y[i], BITS)] += 1 + ((u64)(x[i] != y[i]) << 32); \
-        for (size_t i = 0; i < n; i += SAMPLED)                                                              \
-            counts->sampled[layout == LAYOUT_BYTES ? 0 : sparse_key(y[i], BITS)]++;                          \
-        for (int k = 0; k < 256; k++) {                                                                      \
-            const u64 sum = both[0][k] + both[1][k] + both[2][k] + both[3][k];                               \
-            counts->members[k] = (u32)sum, counts->changed[k] = (u32)(sum >> 32);                            \
-        }                                                                                                    \
-    }                                                                                                        \
-    static void collect_##BITS(const u8 *source, const u8 *base, int layout, size_t n, SparseGroups *all,    \
-                               bool are_few) {                                                               \
-        const element_##BITS *x = (const element_##BITS *)source, *y = (const element_##BITS *)base;         \
-        u32 rank[256] = {0}, after[256] = {0}, at[256], is_dense[256];                                       \
-        for (u32 g = 0; g < all->count; g++) {                                                               \
-            at[g] = all->groups[g].begin;                                                                    \
-            is_dense[g] = all->groups[g].gap_shift == SPARSE_DENSE;                                          \
-        }                                                                                                    \
-        if (are_few) COLLECT(BITS, !taken) else COLLECT(BITS, false)                                         \
+    for (size_t i = 0; i < n; i++) {
+        const u64 x = element_at(source, i, size), y = element_at(base, i, size);
+        const u32 g = all->of_key[has_keys ? sparse_key(y, 8 * size) : 0];
+        const u32 r = rank[g]++, taken = (x != y) | is_dense[g];
+        if (are_few && !taken) continue;
+        put_change(changes + at[g] * change_bytes(size), size, (Change){r - after[g], zigzag_of(x, y, size)});
+        at[g] += taken;
+        after[g] = taken ? r + 1 : after[g];
     }
-PASSES(u16, 16)
-PASSES(u32, 32)
+}
 
-// Return how many bits the median of numbers has, the greater of two medians, by how many numbers have 0 to 32 bits.
+// Return how many bits the median of numbers has, the greater of two medians, by how many numbers have 0 to
+// 64 bits.
 static u32 bits_of_median(const u32 *of_bits, u32 count) {
     u32 below = 0;
-    for (u32 bits = 0; bits < 32; bits++) {
+    for (u32 bits = 0; bits < 64; bits++) {
         below += of_bits[bits];
         if (below > count / 2) return bits;
     }
-    return 32;
+    return 64;
 }
 
-INLINE u32 bits_of(u32 value) { return value ? high_bit(value) + 1 : 0; }
+INLINE u32 bits_of(u64 value) { return value ? 64 - (u32)__builtin_clzll(value) : 0; }
 
 // Choose the shifts of a group.
-static void choose_shifts(SparseGroup *g, const SparseChange *changes, int size) {
+INLINE void choose_shifts(SparseGroup *g, const u8 *changes, int size) {
     const bool is_dense = g->gap_shift == SPARSE_DENSE;
-    u32 of_gaps[33] = {0}, of_values[33] = {0};
+    u32 of_gaps[65] = {0}, of_values[65] = {0};
     const u32 count = is_dense ? g->members : g->changed;
     for (u32 i = 0; i < count; i++) {
-        const SparseChange c = changes[g->begin + i];
+        const Change c = change_at(changes + (g->begin + i) * change_bytes(size), size);
         if (is_dense) {
             of_values[bits_of(c.zigzag)]++;
             continue;
@@ -154,16 +214,16 @@ static void choose_shifts(SparseGroup *g, const SparseChange *changes, int size)
 typedef struct {
     u8 *gaps, *values;
     u32 gaps_at, values_at;
-    u8 *low, *low_end;
+    u8 *first_low, *low, *low_end;
 } Streams;
 
 // Append the low parts of a group, and its symbols. Return false if there is no room.
-static bool put_group(SparseGroup *g, const SparseChange *changes, int size, Streams *out) {
+INLINE bool put_group(SparseGroup *g, const u8 *changes, int size, Streams *out) {
     const bool is_dense = g->gap_shift == SPARSE_DENSE;
     const u32 count = is_dense ? g->values : g->gaps, shift = is_dense ? 0 : g->gap_shift;
-    const SparseChange *own = changes + g->begin;
-    // at most half of the gaps are escaped: the median is not
-    const size_t of_values = (size_t)g->values * (g->low_bytes + (u32)size);
+    const u8 *own = changes + g->begin * change_bytes(size);
+    // at most half of the gaps are escaped: the median is not; 8 bytes more may be overwritten
+    const size_t of_values = (size_t)g->values * (g->low_bytes + (u32)size) + 8;
     const size_t most = is_dense ? of_values : of_values + (size_t)count * shift / 8 + 2 * (size_t)count + 16;
     if ((size_t)(out->low_end - out->low) < most) return false;
     g->gaps_at = out->gaps_at, g->values_at = out->values_at;
@@ -172,17 +232,18 @@ static bool put_group(SparseGroup *g, const SparseChange *changes, int size, Str
         u64 word = 0;
         u32 bits = 0;
         for (u32 i = 0; i < count; i++) {
-            const u32 quotient = own[i].gap >> shift;
-            const u8 kind = (u8)(own[i].zigzag > 2 ? SPARSE_OTHER : own[i].zigzag - 1);
+            const Change c = change_at(own + i * change_bytes(size), size);
+            const u32 quotient = c.gap >> shift;
+            const u8 kind = (u8)(c.zigzag > 2 ? SPARSE_OTHER : c.zigzag - 1);
             const u8 symbol = (u8)(3 * (quotient < SPARSE_GAP_ESCAPE ? quotient : SPARSE_GAP_ESCAPE) + kind);
             out->gaps[out->gaps_at++] = symbol;
             g->counts[0][symbol]++;
-            word = word << shift | (own[i].gap & ((1u << shift) - 1));
+            word = word << shift | (c.gap & ((1u << shift) - 1));
             for (bits += shift; bits >= 8; bits -= 8) *p++ = (u8)(word >> (bits - 8));
         }
         if (bits) *p++ = (u8)(word << (8 - bits));
         for (u32 i = 0; i < count; i++) {
-            const u32 quotient = own[i].gap >> shift;
+            const u32 quotient = change_at(own + i * change_bytes(size), size).gap >> shift;
             if (quotient < SPARSE_GAP_ESCAPE) continue;
             put_le(p, quotient, 4);
             p += 4;
@@ -190,17 +251,19 @@ static bool put_group(SparseGroup *g, const SparseChange *changes, int size, Str
     }
     const u32 low_bits = 8 * g->low_bytes;
     for (u32 i = 0; i < count; i++) {
-        if (!is_dense && own[i].zigzag < 3) continue;
-        const u32 value = is_dense ? own[i].zigzag : own[i].zigzag - 3, quotient = value >> low_bits;
+        const u64 zigzag = change_at(own + i * change_bytes(size), size).zigzag;
+        if (!is_dense && zigzag < 3) continue;
+        const u64 value = is_dense ? zigzag : zigzag - 3, quotient = value >> low_bits;
         const u8 symbol = (u8)(quotient < SPARSE_VALUE_ESCAPE ? quotient : SPARSE_VALUE_ESCAPE);
         out->values[out->values_at++] = symbol;
         g->counts[1][symbol]++;
-        put_le(p, value, (int)g->low_bytes);
+        store64(p, value);
         p += g->low_bytes;
     }
     for (u32 i = 0; i < count; i++) {
-        if (!is_dense && own[i].zigzag < 3) continue;
-        const u32 quotient = (is_dense ? own[i].zigzag : own[i].zigzag - 3) >> low_bits;
+        const u64 zigzag = change_at(own + i * change_bytes(size), size).zigzag;
+        if (!is_dense && zigzag < 3) continue;
+        const u64 quotient = (is_dense ? zigzag : zigzag - 3) >> low_bits;
         if (quotient < SPARSE_VALUE_ESCAPE) continue;
         put_le(p, quotient, size);
         p += size;
@@ -208,6 +271,47 @@ static bool put_group(SparseGroup *g, const SparseChange *changes, int size, Str
     out->low = p;
     return true;
 }
+
+// Write symbols and low parts of all groups to the scratch memory. Return false if there is no room.
+INLINE bool put_groups(const Input *in, int size, SparseGroups *all, Streams *out) {
+    SparseCounts counts = {0};
+    if (in->has_keys) {
+        count_keys(in, size, &counts);
+    } else {
+        counts.members[0] = (u32)in->n, counts.sampled[0] = (u32)((in->n + SAMPLED - 1) / SAMPLED);
+        counts.changed[0] = (u32)count_changed(in->source, in->base, size, in->n, in->n);
+    }
+    all->count = make_groups(&counts, all->groups, all->of_key);
+    place_changes(all);
+    // changes, symbols of gaps and of values; and the low parts behind them
+    const size_t of_changes = all->changes * change_bytes(size);
+    if (in->scratch_bytes < of_changes + all->gaps + all->values) return false;
+    out->gaps = in->scratch + of_changes, out->values = out->gaps + all->gaps;
+    out->low = out->first_low = out->values + all->values, out->low_end = in->scratch + in->scratch_bytes;
+    size_t changed = 0;
+    for (u32 g = 0; g < all->count; g++) changed += all->groups[g].changed;
+    const SparseGroup *first = &all->groups[all->of_key[0]];
+    if ((!in->has_keys || all->count == 1) && first->gap_shift != SPARSE_DENSE)
+        collect_one(in, size, first);
+    else if (changed < in->n / FEW)
+        collect(in, size, all, true);
+    else
+        collect(in, size, all, false);
+    for (u32 g = 0; g < all->count; g++) {
+        choose_shifts(&all->groups[g], in->scratch, size);
+        if (!put_group(&all->groups[g], in->scratch, size, out)) return false;
+    }
+    return true;
+}
+
+#define PUT_GROUPS(SIZE)                                                                                     \
+    static bool put_groups_##SIZE(const Input *in, SparseGroups *all, Streams *out) {                        \
+        return put_groups(in, SIZE, all, out);                                                               \
+    }
+PUT_GROUPS(1)
+PUT_GROUPS(2)
+PUT_GROUPS(4)
+PUT_GROUPS(8)
 
 // Return log2, to three digits: it only decides which groups share frames.
 static double log2_about(double value) {
@@ -291,30 +395,17 @@ static bool put_payload(SparseGroups *all, const Streams *streams, u8 *out, size
 
 bool encode_sparse(const u8 *source, const u8 *base, int size, int layout, size_t n, u8 *out, size_t room,
                    u8 *scratch, size_t scratch_bytes, SparseWriter *w, SparseGroups *all, EncodeTables *tables) {
-    SparseCounts counts = {0};
-    if ((size != 2 && size != 4) || n > SPARSE_MOST_ELEMENTS) return false;
-    (size == 2 ? count_16 : count_32)(source, base, layout, n, &counts);
-    all->count = make_groups(&counts, all->groups, all->of_key);
-    // scratch: symbols of gaps and of values, changes; and the low parts behind them
-    const size_t symbols = 2 * ((n + 7) & ~(size_t)7);
-    if (scratch_bytes < symbols) return false;
-    all->changes = (SparseChange *)(scratch + symbols);
-    all->most_changes = (scratch_bytes - symbols) / sizeof(SparseChange);
-    if (!place_changes(all)) return false;
-    size_t changed = 0;
-    for (int k = 0; k < 256; k++) changed += counts.changed[k];
-    (size == 2 ? collect_16 : collect_32)(source, base, layout, n, all, changed < n / FEW);
-    const SparseGroup *last = &all->groups[all->count - 1];
-    u8 *low = (u8 *)(all->changes + last->begin + (last->gap_shift == SPARSE_DENSE ? last->members : last->changed));
-    Streams streams = {.gaps = scratch, .values = scratch + symbols / 2, .low = low, .low_end = scratch + scratch_bytes};
-    for (u32 g = 0; g < all->count; g++) {
-        choose_shifts(&all->groups[g], all->changes, size);
-        if (!put_group(&all->groups[g], all->changes, size, &streams)) return false;
-    }
-    if (!put_payload(all, &streams, out, room, w, tables)) return false;
-    const size_t low_bytes = (size_t)(streams.low - low);
+    if (n > SPARSE_MOST_ELEMENTS) return false;
+    const Input in = {source, base, n, layout == LAYOUT_ROTATED, scratch, scratch_bytes};
+    Streams streams = {0};
+    bool (*const put)(const Input *, SparseGroups *, Streams *) = size == 1   ? put_groups_1
+                                                                  : size == 2 ? put_groups_2
+                                                                  : size == 4 ? put_groups_4
+                                                                              : put_groups_8;
+    if (!put(&in, all, &streams) || !put_payload(all, &streams, out, room, w, tables)) return false;
+    const size_t low_bytes = (size_t)(streams.low - streams.first_low);
     if (low_bytes + 8 > room - w->bytes) return false;  // a blob is padded to 8 bytes
-    memcpy(out + w->bytes, low, low_bytes);
+    memcpy(out + w->bytes, streams.first_low, low_bytes);
     w->bytes += low_bytes;
     return true;
 }

@@ -119,6 +119,7 @@ if TYPE_CHECKING:
     from .state.folder import pack_folder as pack_folder
     from .state.folder import unpack_folder as unpack_folder
     from .state.walk.per_rank import PerRank as PerRank
+    from .state.walk.per_rank import RankValues as RankValues
     from .state.walk.rng import RngState as RngState
     from .storage.base import ObjectInfo as ObjectInfo
     from .storage.base import ObjectStore as ObjectStore
@@ -155,7 +156,7 @@ _NAMES = {
     "save.background": "SaveHandle",
     "state.fill.fit": "FitOptions Mismatches NameOptions",
     "state.folder": "Unpacked pack_folder unpack_folder",
-    "state.walk.per_rank": "PerRank",
+    "state.walk.per_rank": "PerRank RankValues",
     "state.walk.rng": "RngState",
     "storage.base": "ObjectInfo ObjectStore",
 }

@@ -131,7 +131,7 @@ class Snapshots:
         types: Sequence[type] = (),
         part: str | None = None,
         rename: Rename | None = None,
-        per_rank: Literal["same", "drop"] | int = "same",
+        per_rank: Literal["same", "drop"] | int | None = None,
     ) -> Any:
         """Return the state of a snapshot, as nested containers.
 
@@ -147,12 +147,13 @@ class Snapshots:
                 where an old name that ends with a dot is a prefix; or a function that returns the new name of each.
                 `keys` then select by new names.
             per_rank: which rank's own values (`PerRank`, `RngState`) to return, if ranks saved the snapshot together.
-                "same": those of the only rank; an error if there were more. A number: those of that rank. "drop": none.
+                None: those of the only rank; if there were more, `RankValues`, which have those of all ranks. A number:
+                those of that rank. "drop": none. "same": those of the only rank; an error if there were more.
 
         Raises:
             NotFoundError: a reference, key, part or old name names nothing.
-            InvalidInputError: a class does not accept the stored value; two names would become one; values of each
-                rank's own are selected, and `per_rank` names no rank.
+            InvalidInputError: a class does not accept the stored value; two names would become one; `per_rank` names no
+                rank that saved.
             CapabilityError: `device` is a CUDA device that is not there, or the state does not fit into memory.
             IntegrityError: the snapshot is damaged. If it is the newest of its run, the error names the newest whole
                 one.
@@ -172,7 +173,7 @@ class Snapshots:
         *,
         keys: str | Sequence[str] | None = None,
         types: Sequence[type] = (),
-        per_rank: Literal["same", "drop"] | int = "same",
+        per_rank: Literal["same", "drop"] | int | None = None,
         strict: bool | Mismatches = True,
         **names: Unpack[NameOptions],
     ) -> Snapshot:
@@ -181,7 +182,9 @@ class Snapshots:
         Args:
             ref, keys, types: see `restore`; the classes in `target` need not be named.
             target: nested containers, tensors and objects with load_state_dict, shaped like the saved state.
-            per_rank: see `restore`; with "drop" `target` keeps its own values, and may lack them.
+            per_rank: see `restore`. None: if more ranks saved, an `RngState` of `target` keeps its generators, with a
+                warning; other values of each rank's own are an error. "drop": `target` keeps its own values, and may
+                lack them.
             strict: False: fill only names that both sides have, and log the others. `Mismatches()`: do so, and note the
                 other names in it. Another shape, dtype or type is an error in any case, and so are names that differ
                 only by the prefix of a wrapper.
@@ -190,7 +193,7 @@ class Snapshots:
         Raises:
             NotFoundError: the reference, a key, the part or an old name names nothing.
             InvalidInputError: `target` does not fit. The error names the differences part by part; nothing was written.
-                Or `per_rank` names no rank (see `restore`); nothing was written.
+                Or `per_rank` names no rank that saved, or must choose one; nothing was written.
                 Or a `load_state_dict` failed, or tensors of `target` share memory and those of the snapshot differ:
                 `target` may be partly filled, and the error says so.
             IntegrityError: the snapshot is damaged. This and every other error says so if `target` may be partly

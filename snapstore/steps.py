@@ -26,7 +26,7 @@ from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .options import SaveOptions
 from .repository import Repository
 from .restore import pipeline
-from .restore.sources import AsRank
+from .restore.sources import AsRank, PerRankOption
 from .save.ranks.job import RankJob
 from .snapshots import newest_whole_named
 from .state.fill.fit import Fit, FitOptions, NameOptions
@@ -335,7 +335,7 @@ class Steps:
         keys: str | Sequence[str] | None = None,
         device: Any = None,
         types: Sequence[type] = (),
-        per_rank: Literal["same", "drop"] | int = "same",
+        per_rank: Literal["same", "drop"] | int | None = None,
         **names: Unpack[NameOptions],
     ) -> Any:
         """Return the state of a step (or tag; None: the newest), once no save is running. See `Repository.restore`.
@@ -344,8 +344,9 @@ class Steps:
         same snapshot.
 
         Args:
-            per_rank: which rank's own values (`PerRank`, `RngState`) to return. "same": those of this rank, if as many
-                ranks saved; a number: those of that rank; "drop": none.
+            per_rank: which rank's own values (`PerRank`, `RngState`) to return. None: those of this rank if as many
+                ranks saved, else `RankValues`, which have those of all ranks; a number: those of that rank; "drop":
+                none; "same": those of this rank, or an error.
             names: `part` and `rename`.
 
         Raises:
@@ -365,13 +366,14 @@ class Steps:
         *,
         keys: str | Sequence[str] | None = None,
         types: Sequence[type] = (),
-        per_rank: Literal["same", "drop"] | int = "same",
+        per_rank: Literal["same", "drop"] | int | None = None,
         **fit: Unpack[FitOptions],
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
 
         It waits for the running save. See `Repository.restore_into`, also for `part`, `rename` and `strict` in `fit`,
-        and `restore` for `per_rank` and several ranks. The snapshot becomes the parent of the run's next save.
+        and `restore` for several ranks. If another number of ranks saved, `RngState` keeps the random generators, and
+        rank 0 logs a warning. The snapshot becomes the parent of the run's next save.
         """
         with self._reading(step, per_rank) as (context, ref, as_rank):
             snapshot = pipeline.read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)
@@ -380,7 +382,7 @@ class Steps:
 
     @contextmanager
     def _reading(
-        self, step: int | str | None, per_rank: Literal["same", "drop"] | int
+        self, step: int | str | None, per_rank: PerRankOption
     ) -> Iterator[tuple[Context, str | Snapshot, AsRank]]:
         """Wait until no save runs; yield where a step lies, its reference, and how this rank reads it."""
         self._wait_idle()
@@ -440,7 +442,7 @@ class Steps:
         context, ref = self._place_of(step)
         return context, ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
 
-    def _as_rank(self, per_rank: Literal["same", "drop"] | int) -> AsRank:
+    def _as_rank(self, per_rank: PerRankOption) -> AsRank:
         rank, count = (self._job.ranks.rank, self._job.ranks.count) if self._job is not None else place()
         return AsRank(per_rank, rank, count)
 

@@ -50,7 +50,7 @@ Ref = Annotated[
 ]
 PerRank = Annotated[
     str | None,
-    typer.Option("--per-rank", metavar="N|drop", help="Take each rank's own values from rank N, or leave them out."),
+    typer.Option("--per-rank", metavar="N|drop", help="Only rank N's own values, or none; default: all ranks'."),
 ]
 
 #: In the order of `--help`.
@@ -186,16 +186,14 @@ def size_of(text: str, option: str) -> int:
         raise UsageError(f"{option} {error}") from error
 
 
-def per_rank_of(text: str | None) -> Literal["same", "drop"] | int:
+def per_rank_of(text: str | None) -> Literal["drop"] | int | None:
     """Return the `per_rank` of a restore that `--per-rank` asks for.
 
     Raises:
         UsageError: the text is neither the number of a rank nor `drop`.
     """
-    if text is None:
-        return "same"
-    if text == "drop":
-        return "drop"
+    if text is None or text == "drop":
+        return None if text is None else "drop"
     if not re.fullmatch("[0-9]{1,9}", text):
         raise UsageError(f"--per-rank {text!r}: expected the number of a rank, or drop")
     return int(text)

@@ -162,6 +162,9 @@ def note_changes(exported: Exported, to: str) -> None:
             note(f"{left_out} of each rank's own: {some(exported.dropped, NAMED)}")
         else:
             note(f"{left_out}: {to} holds tensors only")
+    if exported.by_rank:
+        values = f"{counted(len(exported.by_rank), 'value')} of each rank's own"
+        note(f"wrote {values} as a dict by rank: {some(exported.by_rank, NAMED)}; --per-rank N takes those of rank N")
     if exported.changed:
         changes = [f"{value.path} ({value.was} as {value.written_as})" for value in exported.changed]
         note(f"written as another type for torch.load(weights_only=True): {some(changes, NAMED)}")

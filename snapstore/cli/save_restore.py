@@ -163,7 +163,7 @@ def restore(
             options = ExportOptions(tensors_only=tensors_only, force=force, per_rank=rank)
             written = _write(repository, f"id:{snapshot.id}", output, fit, options)
     if shell.as_json:
-        counts = fields_json(written, "tensors", "bytes", "dropped")
+        counts = fields_json(written, "tensors", "bytes", "dropped", "by_rank")
         changed = [value._asdict() for value in written.changed]
         print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts, "changed": changed})
         return

@@ -155,7 +155,7 @@ def export(
         with spinner(f"exporting {ref}"):
             exported = export_snapshot(repository, ref, output, to=to, options=options)  # type: ignore[arg-type]
     document: dict[str, Any] = {"snapshot": snapshot_json(exported.snapshot), "output": str(output), "to": to}
-    document |= fields_json(exported, "files", "tensors", "bytes", "dropped", "tied", "part")
+    document |= fields_json(exported, "files", "tensors", "bytes", "dropped", "by_rank", "tied", "part")
     document["changed"] = [value._asdict() for value in exported.changed]
     shell.show(document, _print_exported, exported, output, to)
 

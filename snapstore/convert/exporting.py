@@ -19,7 +19,7 @@ from typing import Literal, get_args
 from ..checks import check_choice
 from ..errors import AlreadyExistsError, InvalidInputError, OutputError
 from ..repository import Repository
-from ..restore.sources import SHARED_ONLY, AsRank
+from ..restore.sources import SHARED_ONLY, AsRank, PerRankOption
 from ..restore.streaming import TensorReader
 from ..snapshots import newest_whole_named
 from ..state.fill.fit import Fit
@@ -29,7 +29,6 @@ from .dcp_folder import METADATA
 from .files import Exported
 
 To = Literal["hf", "safetensors", "torch", "dcp"]
-PerRankOption = Literal["same", "drop"] | int
 #: `torch.compile` puts this before the names of a module's parameters, at any depth.
 COMPILED = "_orig_mod."
 #: Prefixes that "hf" takes off: those of torch.compile and of DistributedDataParallel.
@@ -55,8 +54,9 @@ class ExportOptions:
         config: a folder whose config and tokenizer files "hf" copies; None: the imported ones are written.
         tensors_only: leave out values that "hf" and "safetensors" cannot hold.
         force: replace an output that exists.
-        per_rank: which rank's own values (`PerRank`, `RngState`) are exported; see `Repository.restore`. With "same",
-            "hf" and "safetensors" leave them out, as values that they cannot hold.
+        per_rank: which rank's own values (`PerRank`, `RngState`) are exported; see `Repository.restore`. With None,
+            "torch" and "dcp" hold the values of all ranks as a dict by rank; "hf" and "safetensors" leave them out, as
+            values that they cannot hold.
     """
 
     part: str | None = None
@@ -65,7 +65,7 @@ class ExportOptions:
     config: str | Path | None = None
     tensors_only: bool = False
     force: bool = False
-    per_rank: PerRankOption = "same"
+    per_rank: PerRankOption = None
 
 
 def export_snapshot(
@@ -80,7 +80,7 @@ def export_snapshot(
 
     Raises:
         InvalidInputError: an argument is invalid, the format cannot hold the state, two tensors get one name, no name
-            has a prefix to strip, or "torch" and "dcp" lack values of each rank's own. Nothing was written.
+            has a prefix to strip, or `per_rank` names no rank that saved. Nothing was written.
         AlreadyExistsError: the output exists, and `force` is not set or it is not an export.
         NotFoundError: the reference or the part names nothing.
         IntegrityError: the snapshot is damaged; nothing was written.
@@ -123,7 +123,7 @@ def rank_for(to: To, per_rank: PerRankOption) -> AsRank:
     Raises:
         InvalidInputError: `per_rank` is invalid.
     """
-    return SHARED_ONLY if per_rank == "same" and to in ("hf", "safetensors") else AsRank(per_rank)
+    return SHARED_ONLY if per_rank in (None, "same") and to in ("hf", "safetensors") else AsRank(per_rank)
 
 
 def _model_part(reader: TensorReader) -> str | None:
@@ -161,13 +161,13 @@ def _write(repository: Repository, reader: TensorReader, path: Path, to: To, opt
 
         publish_folder(path, lambda temp: write(temp, reader), force=force)
         names = sorted(child.name for child in path.iterdir())
-        return Exported(snapshot, names, len(reader.specs), _size_of(path, names), reader.of_ranks)
+        return Exported(snapshot, names, len(reader.specs), _size_of(path, names), reader.of_ranks, reader.by_rank)
     beside = hf_export.other_files(repository, snapshot, options.config)
     plan = hf_export.plan(path, reader, beside, options.max_shard_bytes, tensors_only=options.tensors_only)
     about = {"format": "pt", **files.safetensors_metadata(snapshot)}
     publish_folder(path, lambda temp: hf_export.write(temp, reader, plan, beside, about), force=force)
     names, tensors = plan.files(beside), sum(map(len, plan.shards.values()))
-    return Exported(snapshot, names, tensors, _size_of(path, names), plan.dropped, plan.tied)
+    return Exported(snapshot, names, tensors, _size_of(path, names), plan.dropped, tied=plan.tied)
 
 
 def _size_of(folder: Path, names: Sequence[str]) -> int:

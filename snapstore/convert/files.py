@@ -57,6 +57,7 @@ class Exported:
         tensors: number of tensors.
         bytes: size of the files [bytes].
         dropped: dotted paths of the values that were left out.
+        by_rank: dotted paths of values of each rank's own that were written as a dict of those of all ranks, by rank.
         tied: names that were left out because `from_pretrained` ties them to one in the export.
         changed: values of another type than in the snapshot.
         part: the top-level key that was exported; None: the whole state.
@@ -67,6 +68,7 @@ class Exported:
     tensors: int
     bytes: int
     dropped: list[str] = field(default_factory=list)
+    by_rank: list[str] = field(default_factory=list)
     tied: list[str] = field(default_factory=list)
     changed: list[Changed] = field(default_factory=list)
     part: str | None = None
@@ -221,7 +223,8 @@ def write_torch(path: Path, reader: TensorReader, *, force: bool) -> Exported:
     changed = [*(Changed(path, was, "its plain form") for path, was in reader.plain_forms), *changed]
     publish(path, lambda temp: _write_torch(temp, plain, reader, tensors), force=force)
     count = sum(is_array(leaf) for _, leaf in leaves(state, ()))
-    return Exported(reader.snapshot, [path.name], count, path.stat().st_size, reader.of_ranks, changed=changed)
+    size = path.stat().st_size
+    return Exported(reader.snapshot, [path.name], count, size, reader.of_ranks, reader.by_rank, changed=changed)
 
 
 def write_safetensors(path: Path, reader: TensorReader, *, force: bool, tensors_only: bool) -> Exported:

@@ -15,7 +15,7 @@ from ..format.records import Snapshot
 from ..manager import SnapshotManager
 from ..restore.manifests import decoding_of
 from ..restore.pipeline import read_as_ruled
-from ..restore.sources import ALONE, PartSources
+from ..restore.sources import AsRank, PartSources
 from ..state.fill import optimizer_fit
 from ..state.tree.decode import decode
 from ..state.values.containers import Path, shown
@@ -44,7 +44,7 @@ class StoredOptimizers:
         self._states = list(enumerate(found)) if isinstance(found, list) else [(None, found)]
 
     def _read(self, context: Context, snapshot: Snapshot) -> tuple[list[list[TensorSpec]], Any]:
-        parts = PartSources(context, snapshot, [self._part], ALONE).parts
+        parts = PartSources(context, snapshot, [self._part], AsRank("same")).parts
         return [list(part.specs) for part in parts], decode(parts, partial=True, decoded=self._decoded)
 
     def require_fit(self, of: Sequence[Any]) -> None:

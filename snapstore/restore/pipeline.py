@@ -29,7 +29,8 @@ from ..state.fill.fit import Fit
 from ..state.fill.plan import PARTLY_FILLED, RestorePlan
 from ..state.values.arrays import require_memory_of_tensors
 from ..state.values.classes import Types, known_classes
-from ..text import counted, log
+from ..state.values.containers import shown
+from ..text import counted, log, some
 from ..threads import without_gc
 from .manifests import decoding_of, spend_decoding
 from .overlaps import Overlap, Reads, dim_orders_of
@@ -189,7 +190,7 @@ def restore(
     require_memory_of_tensors(f"restore {snapshot.ref}")
     with without_gc():
         fit = Fit.of(keys)
-        sources = PartSources(context, snapshot, fit.parts_keys, as_rank)
+        sources = PartSources(context, snapshot, fit.parts_keys, as_rank, fills=target.into is not None)
         plan = RestorePlan(
             sources.parts,
             into=target.into,
@@ -197,8 +198,9 @@ def restore(
             device=device,
             on_device=context.engines.on_device,
             decoded=decoding_of(snapshot.ref, Types(types, target.into, known_classes())),
-            elsewhere=sources.elsewhere,
+            generators_stay=as_rank.is_other_number(sources.saved),
         )
+        sources.require_own([shown(path) for path in plan.elsewhere])
         specs = (sources.parts[want.part].specs[want.entry] for want in plan.wants)
         if device is not None and any(spec.kind in ("tensor", "parameter") for spec in specs):
             require_device(device)
@@ -214,10 +216,20 @@ def restore(
             load(context, plan.wants, overlaps, plan.buffers)
         finally:
             context.engines.release_memory()
-    if plan.left_out:
-        log.warning("%s: restored with strict=False: %s", snapshot.ref, plan.left_out)
+    _warn_of_left_out(snapshot, plan, sources.saved, as_rank)
     target.begin()
     return plan.finish()
+
+
+def _warn_of_left_out(snapshot: Snapshot, plan: RestorePlan, saved: int, as_rank: AsRank) -> None:
+    """Warn of names that only one side has, and, on rank 0, of generators that stay as they are."""
+    if plan.left_out:
+        log.warning("%s: restored with strict=False: %s", snapshot.ref, plan.left_out)
+    if plan.generators and as_rank.rank == 0:
+        ranks = f"{counted(max(saved, 1), 'rank')} saved and {counted(as_rank.world_size, 'rank')} restored"
+        advice = ", or pass per_rank=<rank> for those of a rank" if saved else ""
+        text = "%s: %s: the random generators stay as they are, as %s; seed them%s"
+        log.warning(text, snapshot.ref, some([shown(path) for path in plan.generators], 5), ranks, advice)
 
 
 def load(

@@ -24,13 +24,15 @@ from ..format.manifests.rank_checks import Cover, entries_by_path, match_entries
 from ..format.manifests.tensor_layout import ChunkSums, check_boxes, check_whole, spec_of
 from ..format.records import ManifestRef, Snapshot
 from ..state.fill.buffers import Want
+from ..state.tree.form import has_own
 from ..state.values.containers import display
 from ..state.values.tensors import DimOrder, TensorSpec
-from ..text import counted, quoted
+from ..text import counted, quoted, some
 from ..threads import Threads
 from .manifests import read_manifests, stored_parts
 from .overlaps import Overlap, StoredBox, overlap_of
 
+PerRankOption = Literal["same", "drop"] | int | None
 #: Children that are read at once.
 CHILDREN_AT_ONCE = 16
 
@@ -40,20 +42,27 @@ class AsRank:
     """Which rank reads a snapshot, and whose own values (`PerRank`) it gets.
 
     Attributes:
-        per_rank: "same": those of the rank with the same number, if as many ranks read as saved; else it is an error.
-            A number: those of that rank. "drop": none; a state to fill keeps its own.
+        per_rank: None: those of the rank with the same number, if as many ranks read as saved; else those of all ranks,
+            and a state to fill keeps its generators. "same": likewise; else it is an error. A number: those of that
+            rank. "drop": none; a state to fill keeps its own.
         rank, world_size: of the process that reads.
     """
 
-    per_rank: Literal["same", "drop"] | int = "same"
+    per_rank: PerRankOption = None
     rank: int = 0
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.per_rank not in ("same", "drop") and (type(self.per_rank) is not int or self.per_rank < 0):
+        if self.per_rank in (None, "same", "drop"):
+            return
+        if type(self.per_rank) is not int or self.per_rank < 0:
             raise InvalidInputError(
                 f"per_rank {quoted(self.per_rank)}: expected 'same', 'drop' or the number of a rank"
             )
+
+    def is_other_number(self, saved: int) -> bool:
+        """Return whether nothing was chosen, and another number of ranks reads than saved; 0 ranks are one process."""
+        return self.per_rank is None and self.world_size != max(saved, 1)
 
     def owner(self, saved: int) -> int | None:
         """Return the rank whose own values are read from a snapshot of `saved` ranks; None: there is none.
@@ -61,7 +70,7 @@ class AsRank:
         Raises:
             InvalidInputError: there is no such rank.
         """
-        if self.per_rank == "same":
+        if self.per_rank is None or self.per_rank == "same":
             return self.rank if self.world_size == saved else None
         if self.per_rank == "drop":
             return None
@@ -97,32 +106,54 @@ class PartSources:
 
     Args:
         keys: only parts that they can match are read.
+        fills: whether a state is filled, which has no place for the values of all ranks.
 
     Attributes:
-        parts: for `RestorePlan`: those of the record, then the own values of a rank.
-        elsewhere: see `RestorePlan`.
+        parts: for `RestorePlan`: those of the record, then the own values of a rank, or of all ranks.
+        saved: how many ranks saved the snapshot; 0: one process.
+        elsewhere: why values of other ranks are not among the parts; None: they are to be left out.
 
     Raises:
         IntegrityError, FormatError: a manifest is damaged.
         InvalidInputError: there is no such rank.
     """
 
-    def __init__(self, context: Context, snapshot: Snapshot, keys: str | Sequence[str] | None, as_rank: AsRank) -> None:
+    def __init__(
+        self,
+        context: Context,
+        snapshot: Snapshot,
+        keys: str | Sequence[str] | None,
+        as_rank: AsRank,
+        *,
+        fills: bool = False,
+    ) -> None:
         self._store, self._seed = context.store, context.engines.digest_seed
         self._roots = read_manifests(self._store, self._seed, snapshot, keys)
         self._rank = as_rank.rank
         self._children: dict[tuple[str, int], Manifest] = {}
         self._own: list[Manifest] = []  # children whose own values are wanted
         self.parts = stored_parts(context, self._roots, snapshot.ref)
-        saved = self._roots[0].header.world_size if self._roots else 0
+        self.saved = saved = self._roots[0].header.world_size if self._roots else 0
         self.elsewhere = as_rank.advice(saved) if saved else None
         owner = as_rank.owner(saved) if saved else None
-        for root in self._roots if owner is not None else ():
-            refs = [ref for ref in root.header.children if ref.rank == owner]
-            child = self._read(root, refs)[0] if refs else None
-            if child is not None and child.tree is not None:
-                self._own.append(child)
-                self.parts.append(replace(stored_parts(context, [child], snapshot.ref)[0], of_rank=True))
+        takes_all = as_rank.is_other_number(saved) and not fills
+        for root, shared in list(zip(self._roots, self.parts, strict=True)) if saved else ():
+            if owner is None and not (takes_all and has_own(shared.tree)):
+                continue
+            refs = [ref for ref in root.header.children if owner is None or ref.rank == owner]
+            own = [child for child in self._read(root, refs) if child.tree is not None]
+            self._own += own
+            for child, part in zip(own, stored_parts(context, own, snapshot.ref), strict=True):
+                self.parts.append(replace(part, of_rank=True, rank=child.header.rank if owner is None else None))
+
+    def require_own(self, paths: Sequence[str]) -> None:
+        """Check that the places of values of other ranks, which are left out, are none, or are to be left out.
+
+        Raises:
+            InvalidInputError: the values were neither chosen nor dropped.
+        """
+        if paths and self.elsewhere is not None:
+            raise InvalidInputError(f"{some(paths, 5)}: {self.elsewhere}")
 
     def overlaps(self, wants: Iterable[Want]) -> dict[Want, list[Overlap]]:
         """Return for each array the overlaps to be read.

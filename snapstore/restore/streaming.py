@@ -15,14 +15,13 @@ from typing import Any
 from ..chunks import limits
 from ..context import Context
 from ..engine.cuda import require_device
-from ..errors import FormatError, IntegrityError, InvalidInputError, out_of_memory
+from ..errors import FormatError, IntegrityError, out_of_memory
 from ..format.records import SWEPT, Snapshot
 from ..state.fill.buffers import RestoreBuffers, Want, slots_of
 from ..state.fill.fit import Fit
 from ..state.tree.decode import ELSEWHERE
-from ..state.values.containers import CONTAINERS, display, leaves
+from ..state.values.containers import CONTAINERS, Path, children, display, leaves
 from ..state.values.tensors import Slot, StoredPart, TensorSpec, family
-from ..text import some
 from .manifests import decoding_of
 from .overlaps import Overlap, dim_orders_of
 from .pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
@@ -81,8 +80,7 @@ class OpenSnapshot:
                 self.others.append(display(path))
                 if leaf is ELSEWHERE:
                     self.of_ranks.append(display(path))
-        if self.of_ranks and self.sources.elsewhere is not None:
-            raise InvalidInputError(f"{some(self.of_ranks, 5)}: {self.sources.elsewhere}")
+        self.sources.require_own(self.of_ranks)
         self.places = [places[place] for place in sorted(places)]
 
     @classmethod
@@ -95,6 +93,15 @@ class OpenSnapshot:
     def spec(self, slot: Slot) -> TensorSpec:
         """Return the spec of a stored array."""
         return self.parts[slot.part].specs[slot.index]
+
+    def by_rank(self, tree: Any = ..., path: Path = ()) -> Iterator[str]:
+        """Yield the dotted paths of selected values of which there are those of all ranks, by rank."""
+        tree = self.tree if tree is ... else tree
+        if id(tree) in self.decoded.by_rank and self.selection.extent(tree, path) != "none":
+            yield display(path)
+        elif type(tree) in CONTAINERS and self.decoded.by_rank:
+            for element, _, child in children(tree):
+                yield from self.by_rank(child, (*path, element))
 
     @property
     def specs(self) -> list[tuple[str, TensorSpec]]:
@@ -183,6 +190,11 @@ class TensorReader:
             group, size = group + named, size + nbytes
         if group:
             yield group
+
+    @property
+    def by_rank(self) -> list[str]:
+        """Return the dotted paths of selected values that come as a dict of the values of all ranks, by rank."""
+        return list(self._opened.by_rank())
 
     @property
     def plain_forms(self) -> list[tuple[str, str]]:

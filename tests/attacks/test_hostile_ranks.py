@@ -244,6 +244,7 @@ def verbs(repository: Repository, store: MemoryStore, random: Random) -> Iterato
     target = {"model": {"w": torch.zeros(2000), "drift": part_of(torch.zeros(24, 40), 1, 2)}}
     keys = ["model.w", "model.drift"]
     yield "restore", lambda: read(context, HOSTILE, as_rank=AsRank("drop", 0, 1))
+    yield "restore the values of all ranks", lambda: repository.restore(HOSTILE)
     yield "restore as rank 1", lambda: read(context, HOSTILE, as_rank=AsRank(1, 0, 1))
     yield "restore a shard", lambda: read(context, HOSTILE, into=target, keys=keys, as_rank=AsRank("drop", 1, 2))
     yield "restore one tensor", lambda: repository.restore(HOSTILE, keys="model.drift")

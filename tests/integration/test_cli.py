@@ -241,7 +241,7 @@ def test_save_and_restore_pt(sh):
     assert saved["created"].endswith("Z")
     out = sh.folder / "out.pt"
     restored = sh.json("restore", "exp@good", "-o", out)
-    assert set(restored) == {"snapshot", "file", "tensors", "bytes", "dropped", "changed"}
+    assert set(restored) == {"snapshot", "file", "tensors", "bytes", "dropped", "by_rank", "changed"}
     assert (restored["tensors"], restored["dropped"], restored["changed"]) == (2, [], [])
     assert restored["bytes"] == out.stat().st_size
     loaded = torch.load(out, weights_only=True)

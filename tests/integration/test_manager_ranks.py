@@ -103,7 +103,7 @@ def test_saves_of_a_state_that_hardly_changes(store, changed):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_each_rank_gets_its_own_back(store, count):
-    """With as many ranks each gets its own values; with fewer, those of a chosen rank, or an error that says so."""
+    """With as many ranks each gets its own values; with fewer, those of a chosen rank or of all, or a choice is due."""
     managers = Managers(store)
     managers.save(7)
     managers.end()
@@ -120,9 +120,13 @@ def test_each_rank_gets_its_own_back(store, count):
         assert same(target["model"], state(7)["model"])
         assert target["own"].value["rank"] == (rank if count == COUNT else 2)
     if count < COUNT:
-        for error in others.all(lambda m, _: m.restore()):
+        for error in others.all(lambda m, _: m.restore_into(state(99, 50))) + others.all(
+            lambda m, _: m.restore(per_rank="same")
+        ):
             assert isinstance(error, InvalidInputError)
             assert "per_rank=" in str(error)
+        for found in others.all(lambda m, _: m.restore()):
+            assert [found["own"][rank]["rank"] for rank in range(COUNT)] == list(range(COUNT))
         for found in others.all(lambda m, _: m.restore(per_rank="drop")):
             assert same(found["model"], state(7)["model"])
     others.end()

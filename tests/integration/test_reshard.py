@@ -28,7 +28,15 @@ import snapstore  # noqa: E402
 from kit import rank_saves  # noqa: E402
 from kit.rank_saves import as_rank  # noqa: E402
 from kit.rank_snapshots import RankWriter, rows, strided  # noqa: E402
-from snapstore import FormatError, InvalidInputError, NotFoundError, PerRank, Repository, RngState  # noqa: E402
+from snapstore import (  # noqa: E402
+    FormatError,
+    InvalidInputError,
+    NotFoundError,
+    PerRank,
+    RankValues,
+    Repository,
+    RngState,
+)
 from snapstore import dcp as snap  # noqa: E402
 from snapstore.chunks import reader  # noqa: E402
 from snapstore.dcp.planner import Shards, state_of  # noqa: E402
@@ -36,6 +44,7 @@ from snapstore.format.manifests import boxes, manifest  # noqa: E402
 from snapstore.restore.pipeline import read, read_into  # noqa: E402
 from snapstore.restore.sources import AsRank  # noqa: E402
 from snapstore.restore.streaming import TensorReader  # noqa: E402
+from snapstore.state.fill.fit import Fit  # noqa: E402
 from snapstore.state.values.sharded import local_of, sharding_of  # noqa: E402
 from snapstore.storage.memory import MemoryStore  # noqa: E402
 
@@ -472,10 +481,14 @@ def test_own_values_of_the_same_rank(own):
         assert random.getstate() == generators[rank][1]
 
 
-@pytest.mark.parametrize("as_other", [AsRank(), AsRank("same", 1, 4), AsRank("same", 0, 2)])
-def test_own_values_of_other_ranks(own, as_other):
-    """With another number of ranks the error says how many saved and what to do; nothing is written."""
+OTHERS = [(0, 1), (1, 4), (0, 2)]  # rank and number of the ranks that restore; 3 have saved
+
+
+@pytest.mark.parametrize("place", OTHERS)
+def test_own_values_of_other_ranks(own, place):
+    """per_rank="same": with another number of ranks the error says how many saved and what to do; nothing changes."""
     context, ref, _ = own
+    as_other = AsRank("same", *place)
     message = (
         rf"loader, rng, nested\.of_rank: .*: 3 ranks saved, and {as_other.world_size} restore.*per_rank=<rank> \(0"
     )
@@ -487,6 +500,110 @@ def test_own_values_of_other_ranks(own, as_other):
     assert read(context, ref, keys="shared", as_rank=as_other)[1]["shared"]["epoch"] == 5
     with pytest.raises(InvalidInputError, match=r"^loader: each rank's own"):
         read(context, ref, keys=["shared", "loader"], as_rank=as_other)
+
+
+@pytest.mark.parametrize("place", OTHERS)
+def test_own_values_of_all_ranks(own, place):
+    """Without an option another number of ranks gets the values of all, by rank; each is what its rank saved."""
+    context, ref, generators = own
+    as_other = AsRank(None, *place)
+    state = read(context, ref, as_rank=as_other)[1]
+    assert list(state) == ["loader", "rng", "shared", "nested"]
+    for values in (state["loader"], state["rng"], state["nested"]["of_rank"]):
+        assert isinstance(values, RankValues)
+        assert isinstance(values, PerRank)
+        assert (list(values), len(values), 3 in values) == ([0, 1, 2], 3, False)
+        assert values.value == dict(values) if values is state["nested"]["of_rank"] else list(values.value) == [0, 1, 2]
+    for rank in range(3):
+        check_own(state["loader"][rank], rank)
+        assert state["nested"]["of_rank"][rank] == [rank] * 3
+        RngState().load_state_dict(state["rng"][rank])
+        assert torch.equal(torch.get_rng_state(), generators[rank][0])
+        assert random.getstate() == generators[rank][1]
+    assert (state["shared"]["epoch"], state["nested"]["epoch"]) == (5, 6)
+    assert repr(state["nested"]["of_rank"]) == "RankValues({0: [0, 0, 0], 1: [1, 1, 1], 2: [2, 2, 2]})"
+    one = read(context, ref, keys=["loader.1.position", "rng.2"], as_rank=as_other)[1]
+    assert one["loader"] == {1: {"position": 101}}
+    assert torch.equal(one["rng"][2]["torch"], generators[2][0])
+    of_part = read(context, ref, keys=Fit(part="nested"), as_rank=as_other)[1]
+    assert of_part["of_rank"][2] == [2] * 3
+
+
+def test_values_of_all_ranks_are_saved_again(own, repository):
+    """A process that saves what it has restored stores them as a dict by rank, and restores that."""
+    context, ref, _ = own
+    state = read(context, ref)[1]
+    repository.save(state, run="again", step=1)
+    again = repository.restore("again@1")
+    assert type(again["loader"]) is dict
+    check_own(again["loader"][2], 2)
+    into = {**state, "loader": RankValues({})}
+    repository.restore_into("again@1", into)
+    check_own(into["loader"][1], 1)
+
+
+def test_only_children_with_wanted_values_are_read(own, monkeypatch):
+    """Without an option a restore of shared values reads no more manifests than with per_rank="drop"."""
+    context, ref, _ = own
+    read_keys = []
+    get = type(context.store).get
+    monkeypatch.setattr(
+        type(context.store), "get", lambda self, key, **how: read_keys.append(key) or get(self, key, **how)
+    )
+    for keys in ("shared", ["shared", "nested"], None):
+        counts = []
+        for per_rank in ("drop", None):
+            read_keys.clear()
+            read(context, ref, keys=keys, as_rank=AsRank(per_rank))
+            counts.append(sum(key.startswith("manifests/") for key in read_keys))
+        assert (counts[0] == counts[1]) == (keys == "shared"), (keys, counts)
+
+
+@pytest.mark.parametrize("place", OTHERS)
+def test_generators_stay_if_another_number_of_ranks_restores(own, place, caplog):
+    """A target keeps them, with one warning on rank 0; other values of each rank's own are still to be chosen."""
+    context, ref, _ = own
+    as_other = AsRank(None, *place)
+    into = own_state(9)
+    with pytest.raises(
+        InvalidInputError, match=r"^loader, nested\.of_rank: each rank's own .*per_rank=<rank> \(0 to 2"
+    ):
+        read_into(context, ref, into, as_rank=as_other)
+    check_own(into["loader"].value, 9)
+    assert not caplog.records
+    torch.manual_seed(123)
+    random.seed(7)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    into = {"shared": {"epoch": 0, "w": torch.zeros(300)}, "rng": RngState()}
+    read_into(context, ref, into, keys=["shared", "rng"], as_rank=as_other)
+    assert (into["shared"]["epoch"], into["shared"]["w"].sum()) == (5, 300)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.array_equal(np.random.get_state()[1], before[2])
+    texts = [record.getMessage() for record in caplog.records]
+    ranks = "1 rank" if place[1] == 1 else f"{place[1]} ranks"
+    wanted = f"{ref}: rng: the random generators stay as they are, as 3 ranks saved and {ranks} restored; seed them"
+    assert texts == ([f"{wanted}, or pass per_rank=<rank> for those of a rank"] if place[0] == 0 else [])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_generators_of_one_process_on_several_ranks(repository, count, caplog):
+    """Ranks that all took the generators of one process would draw the same numbers; so they keep theirs."""
+    torch.manual_seed(1)
+    saved = torch.get_rng_state()
+    repository.save({"epoch": 5, "rng": RngState()}, run="one", step=1)
+    for rank in range(count):
+        torch.manual_seed(100 + rank)
+        before = torch.get_rng_state()
+        into = {"epoch": 0, "rng": RngState()}
+        read_into(repository.context, "one@1", into, as_rank=AsRank(None, rank, count))
+        assert into["epoch"] == 5
+        assert torch.equal(torch.get_rng_state(), saved if count == 1 else before)
+        read_into(repository.context, "one@1", into, as_rank=AsRank(0, rank, count))
+        assert torch.equal(torch.get_rng_state(), saved)
+    texts = [record.getMessage() for record in caplog.records]
+    wanted = "one@1: rng: the random generators stay as they are, as 1 rank saved and 3 ranks restored; seed them"
+    assert texts == ([wanted] if count == 3 else [])
 
 
 def test_own_values_that_only_some_ranks_have(repository):
@@ -502,6 +619,8 @@ def test_own_values_that_only_some_ranks_have(repository):
             read(context, ref, into={"epoch": 0}, as_rank=one)
         assert read(context, ref, keys="epoch", as_rank=one)[1] == {"epoch": 5}
     assert read(context, ref, as_rank=AsRank("same", 2, 3))[1] == {"epoch": 5, "loader": {"position": 102}}
+    found = read(context, ref)[1]["loader"]
+    assert dict(found) == {0: {"position": 100}, 2: {"position": 102}}
 
 
 def test_own_values_of_a_chosen_rank(own):
@@ -513,7 +632,7 @@ def test_own_values_of_a_chosen_rank(own):
         InvalidInputError, match="per_rank 3: 3 ranks saved this snapshot; pass a rank from 0 to 2, or 'drop'"
     ):
         read(context, ref, as_rank=AsRank(3))
-    for wrong in (-1, "all", None, 1.0, True):
+    for wrong in (-1, "all", 1.0, True):
         with pytest.raises(InvalidInputError, match="expected 'same', 'drop' or the number of a rank"):
             AsRank(wrong)
 
@@ -523,12 +642,12 @@ def test_a_repository_takes_the_rank_that_the_error_advises(own):
     context, ref, _ = own
     with Repository.open(context.store) as repository:
         into = own_state(9)
-        for call in (
-            lambda **which: repository.restore(ref, **which),
-            lambda **which: repository.restore_into(ref, into, **which),
+        for call, without in (
+            (lambda **which: repository.restore(ref, **which), {"per_rank": "same"}),
+            (lambda **which: repository.restore_into(ref, into, **which), {}),
         ):
             with pytest.raises(InvalidInputError, match=r"pass per_rank=<rank> \(0 to 2.*'drop'"):
-                call()
+                call(**without)
             with pytest.raises(InvalidInputError, match="expected 'same', 'drop' or the number of a rank"):
                 call(per_rank="all")
         check_own(into["loader"].value, 9)

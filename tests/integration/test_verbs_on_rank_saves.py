@@ -7,6 +7,7 @@ to the root manifest. After each verb a restore by one process gives every tenso
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from snapstore.convert import ExportOptions, export_snapshot, import_checkpoints
 from snapstore.format.keys import pack_key
 from snapstore.format.manifests import manifest
 from snapstore.state.walk.per_rank import PerRank
+from snapstore.state.walk.rng import RngState
 from snapstore.storage.memory import MemoryStore
 
 RANKS = 3
@@ -277,14 +279,18 @@ def test_values_of_each_rank_are_left_out_only_if_that_is_asked_for(tmp_path, ve
             (one,) = import_checkpoints(repository, [out], run="r")
             return repository.restore(one.snapshot.ref)
 
-    error = json.loads(run(code=1).stdout)["error"]["message"]
-    assert error.startswith("o.rng, l.states.0: each rank's own")
-    assert "--per-rank" in error
     for wrong, code in (("", 2), ("all", 2), ("-1", 2), ("2", 1)):
         run("--per-rank", wrong, code=code)
     assert not out.exists()
 
-    assert json.loads(run("--per-rank", "1").stdout)["dropped"] == []
+    document = json.loads(run().stdout)
+    assert (document["dropped"], document["by_rank"]) == ([], ["o.rng", "l.states.0"])
+    state = exported()
+    first, second = ("0", "1") if verb == "dcp" else (0, 1)  # DCP turns numeric keys into text
+    assert state["l"]["states"] == [{first: 0, second: 1}, "second"]
+    assert {key: value.tolist() for key, value in state["o"]["rng"].items()} == {first: [0] * 3, second: [1] * 3}
+    document = json.loads(run("--per-rank", "1", "--force").stdout)
+    assert (document["dropped"], document["by_rank"]) == ([], [])
     state = exported()
     assert state["l"]["states"] == [1, "second"]
     assert state["o"]["rng"].tolist() == [1, 1, 1]
@@ -294,6 +300,31 @@ def test_values_of_each_rank_are_left_out_only_if_that_is_asked_for(tmp_path, ve
     assert list(state["o"]) == ["w"]
     line.remove("--json")
     assert "left out 2 values of each rank's own: " in run("--per-rank", "drop", "--force").stderr
+    note = "wrote 2 values of each rank's own as a dict by rank: o.rng, l.states.0; --per-rank N takes those of rank N"
+    assert note in run("--force").stderr
+
+
+def test_looks_at_a_snapshot_of_several_ranks(tmp_path):
+    """Every verb and method that looks at one copes with values of each rank's own, generators too."""
+
+    def make(step, rank):
+        random.seed(rank + step)
+        own = PerRank({"at": rank, "order": torch.arange(700) + rank + step})
+        return {"model": {"w": torch.full((700,), float(step))}, "own": own, "rng": RngState()}
+
+    root = tmp_path / "repository"
+    with Repository.create(root) as repository:
+        for step in range(2):
+            rank_saves.save(repository, [partial(make, step, rank) for rank in range(2)], step)
+        for verb in (["log"], ["show", "r@1"], ["diff", "r@0", "r@1"], ["stats"], ["check", "--read-data"]):
+            for flags in ([], ["--json"]):
+                result = invoke([*verb, "--repo", str(root), *flags])
+                assert result.exit_code == 0, result.output
+        assert [(t.path, t.status) for t in repository.diff("r@0", "r@1").tensors] == [("model.w", "changed")]
+        assert repository.first_difference("r@0", "r@1").path == "model.w"
+        assert list(repository.tensors("r@1")) == ["model.w"]
+        assert dict(repository.named_tensors("r@1")).keys() == {"model.w"}
+        assert repository.stats().groups["own"].logical_bytes == 2 * 2 * 700 * 8
 
 
 def test_safetensors_name_or_hold_values_of_each_rank(tmp_path):

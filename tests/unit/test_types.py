@@ -29,10 +29,10 @@ from snapstore import (
     FormatError, GcResult, GroupStats, IntegrityError, InvalidInputError, KeepBest, KeepDaily, KeepEvery, KeepHourly,
     KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, LazyTensors, ManifestRef, NotFoundError,
     Mismatches, NameOptions,
-    ObjectInfo, ObjectStore, PerRank, Policy, Problem, Ranks, RanksError, RecodeResult, RepairAction, RepairResult,
-    Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotLike, SnapshotManager, SnapstoreError, StatsResult,
-    StorageError, StorageFullError, TensorDiff, TensorHandle, TorchRanks, UnknownFormatError, UnsupportedLeafError,
-    Unpacked, View,
+    ObjectInfo, ObjectStore, PerRank, Policy, Problem, RankValues, Ranks, RanksError, RecodeResult, RepairAction,
+    RepairResult, Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotLike, SnapshotManager,
+    SnapstoreError, StatsResult, StorageError, StorageFullError, TensorDiff, TensorHandle, TorchRanks,
+    UnknownFormatError, UnsupportedLeafError, Unpacked, View,
 )
 
 

@@ -22,6 +22,7 @@ from ...distributed.base import named
 from ...errors import FormatError, InvalidInputError
 from ...state.tree.decode import decode_plain, unpack_nodes, without_parameters
 from ...state.tree.encode import Encoder, encode_plain, pack
+from ...state.tree.form import MAPPINGS, OBJECTS, STARTS, has_own
 from ...state.values.containers import shown
 from ...state.values.tensors import ARRAY_TAGS, Node, TensorSpec
 from ...threads import msgpack_decoder
@@ -75,11 +76,6 @@ def decode_trees(data: bytes) -> list[PartTree]:
 Alike = tuple[Sequence[int], Sequence[PartTree]]
 
 MAX_PROBLEMS = 20  # the most differences that one error names
-#: Positions in a node at which the keys and values of a mapping, the items of a sequence, or a plain form begin.
-_MAPPINGS = {"dict": 1, "odict": 1, "counter": 1, "defaultdict": 2}
-_SEQUENCES = {"list": 1, "tuple": 1, "deque": 2}
-_OBJECTS = {"object": 4, "optimizer": 3}
-_STARTS = _MAPPINGS | _SEQUENCES | _OBJECTS
 _EQUAL = "make these values equal on all ranks, or put what is each rank's own into snapstore.PerRank"
 _FLATTEN = (
     "an optimizer's param_groups name the parameters of their rank alone: pass its state flattened, by get_state_dict("
@@ -144,7 +140,7 @@ class _RanksNode:
         try:
             text = repr(decode_plain(unpack_nodes(pack(self.node))))
         except FormatError:
-            text = f"{self.node[3]}" if self.tag in _OBJECTS else f"{self.tag} of {len(self.node[-1])}"
+            text = f"{self.node[3]}" if self.tag in OBJECTS else f"{self.tag} of {len(self.node[-1])}"
         return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
@@ -237,14 +233,14 @@ class _Merger:
         node, tag = views[0].node, views[0].tag
         if any(view.tensor is not None for view in views):
             return self._tensor(views, path)
-        if tag in _STARTS and all(view.tag == tag for view in views):
-            at = _STARTS[tag]
+        if tag in STARTS and all(view.tag == tag for view in views):
+            at = STARTS[tag]
             if len({pack(view.node[:at]) for view in views}) == 1 and (found := self._below(views, at, path)):
                 return [*node[:at], *found]
         if len({pack(view.node) for view in views}) == 1:
             return node
         has_columns, nodes = any(view.tag == "columns" for view in views), [view.node for view in views]
-        if (has_columns or tag in _MAPPINGS) and (merged := _union_of_columns(nodes)) is not None:
+        if (has_columns or tag in MAPPINGS) and (merged := _union_of_columns(nodes)) is not None:
             return merged
         if has_columns and any(_plain_value(one) is None for one in nodes):  # some ranks have tensors in it
             spread = [_without_columns(view) for view in views]
@@ -255,9 +251,9 @@ class _Merger:
 
     def _below(self, views: Sequence[_RanksNode], at: int, path: Path) -> list[Node]:
         """Return the merged fields of nodes of one kind, from position `at` on; []: sequences of different lengths."""
-        if views[0].tag in _OBJECTS:
+        if views[0].tag in OBJECTS:
             return [self._merged([view.child(view.node[at]) for view in views], path)]
-        if views[0].tag in _MAPPINGS:
+        if views[0].tag in MAPPINGS:
             return self._mapping(views, at, path)
         if len({len(view.node[at]) for view in views}) > 1:
             return []
@@ -273,7 +269,7 @@ class _Merger:
         nodes = []
         for key, below in found.values():
             child = (*path, key if type(key) in (str, int) else str(key))
-            if len(below) < len(views) and any(_has_own(view.node) for view in below):
+            if len(below) < len(views) and any(has_own(view.node) for view in below):
                 self._problem(child, below, lambda _: _OWN)
             nodes.append(self._merged(below, child))
         extra = [view.child(view.node[at + 2]) for view in views if len(view.node) > at + 2]
@@ -319,18 +315,6 @@ def _plain_key(node: Node) -> Any:
         return decode_plain(unpack_nodes(pack(node)))
     except (FormatError, InvalidInputError):
         return pack(node)
-
-
-def _has_own(node: Node) -> bool:
-    """Return whether there is a value of a rank's own in a node."""
-    if type(node) is not list:
-        return False
-    if node[0] in ("rank", "part"):
-        return bool(node[0] == "rank")
-    if node[0] not in _STARTS:
-        return False
-    at = _STARTS[node[0]] + (node[0] in _MAPPINGS)
-    return _has_own(node[at]) if node[0] in _OBJECTS else any(map(_has_own, node[at]))
 
 
 def _union_of_columns(nodes: Sequence[Node]) -> Node:

@@ -14,7 +14,8 @@ Rules that users see:
 - A container or object that `into` has at several places gets one value: the snapshot must have equal values there.
 - Sharded tensors of `into` get the boxes that they hold; no rank communicates. An optimizer that has no state yet gets
   the state of its sharded parameters in their sharding.
-- Values of other ranks are left out, and `into` keeps its values in their places.
+- Values of other ranks are left out, and `into` keeps its values in their places. Without `into`, the values of all
+  ranks become one `RankValues` if the parts have them.
 - A `PerRank` of `into` takes the stored value, whatever value it has. If that has objects, it is filled as `into` is.
 - An object whose class has `load_last = True` (`RngState`) is loaded last: loading the others may draw random numbers.
 
@@ -30,14 +31,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidInputError, add_line
-from ...text import some
 from ..tree.decode import ELSEWHERE, Decoded
 from ..values import classes, composite, configs, torch_layouts
 from ..values.arrays import SHARED_ELEMENTS, OnDevice, mismatch
 from ..values.containers import CONTAINERS, MAX_DEPTH, Path, children, is_mapping, leaves, like, metadata_of, shown
 from ..values.tensors import Slot, StoredPart, family, is_array
 from ..values.torch_layouts import layout_of
-from ..walk.per_rank import PerRank, has_objects
+from ..walk.per_rank import PerRank, RankValues, has_objects
+from ..walk.rng import RngState
 from ..walk.stateful import is_optimizer, is_stateful, is_strict_module, is_torch_module, loader_decides, state_of
 from . import composite_fit, optimizer_fit
 from .buffers import RestoreBuffers, Want, slots_of
@@ -72,12 +73,14 @@ class RestorePlan:
             memory.
         decoded: Counts the memory of large plain values before they are made, and has the classes of users; None: the
             memory is not bounded, and values come back in their plain forms.
-        elsewhere: The text of the error if values of other ranks are selected; None: they are left out.
+        generators_stay: Whether an `RngState` of `into` keeps its generators, because another number of ranks saved.
 
     Attributes:
         wants: Every array to read, in the order of the manifests.
         buffers: Their memory.
         left_out: The names that are left out with `strict=False`; None if it is True.
+        generators: The paths of the `RngState` objects that keep their generators.
+        elsewhere: The paths of selected values of other ranks, `generators` excepted; they are left out.
 
     Raises:
         InvalidInputError: `into` differs from the snapshot; the differences are counted by part, and up to 50 listed.
@@ -94,7 +97,7 @@ class RestorePlan:
         device: str | torch.device | None = None,
         on_device: OnDevice = None,
         decoded: Decoded | None = None,
-        elsewhere: str | None = None,
+        generators_stay: bool = False,
     ) -> None:
         if into is not None and device is not None:
             raise InvalidInputError(
@@ -105,23 +108,23 @@ class RestorePlan:
         self._all_selected = fit.keys is None
         self.left_out = fit.strict if isinstance(fit.strict, Mismatches) else None if fit.strict else Mismatches()
         self._decoded = decoded = decoded or Decoded()
+        self._generators_stay, self.generators = generators_stay, list[Path]()
         stored, self._selection = fit.decode(parts, decoded)
+        decoded.makers |= {key: (values, RankValues) for key, values in decoded.by_rank.items()}
         self.buffers = RestoreBuffers(parts, device, on_device=on_device, decoded=decoded)
         self._differences = Differences()
         self._updates: list[Callable[[], None]] = []
         self._assigned: list[tuple[Path, Any, Replace]] = []  # tensors of torch's own kinds
         self._loads = ObjectLoads(self.buffers, self._selection.matches, decoded)
         self._repeated = RepeatedPlaces(self.buffers, self._selection, exact=self._all_selected)
-        others = (path for path, leaf in leaves(stored, ()) if leaf is ELSEWHERE) if decoded.elsewhere else ()
-        missing = [shown(path) for path in others if self._selection.matches(path)]
-        if missing and elsewhere is not None:
-            raise InvalidInputError(f"{some(missing, 5)}: {elsewhere}")
         selected = self._selection.prune(stored, ())
         self._stored = selected if into is None else stored
         for slot in slots_of(selected, decoded.plain):
             self.buffers.add(slot)
         if into is not None:
             self._plan_root()
+        others = (path for path, leaf in leaves(stored, ()) if leaf is ELSEWHERE) if decoded.elsewhere else ()
+        self.elsewhere = [path for path in others if self._selection.matches(path) and path not in self.generators]
         self.wants: list[Want] = self.buffers.wants()
 
     # --- plan: compare, and change nothing ---
@@ -150,15 +153,19 @@ class RestorePlan:
             optimizers = list(optimizer_fit.states_in(self._stored, ()))
             lines = self._differences.message(self._stored, self._into, optimizers, all_selected=self._all_selected)
             raise InvalidInputError(*lines)
-        if some_arrays and not len(self.buffers):
+        if some_arrays and not len(self.buffers) and not self.generators:
             raise InvalidInputError(f"nothing of the snapshot fits the target, also with strict=False: {self.left_out}")
         self.buffers.find_overlaps()
 
     def _plan(self, stored: Any, target: Any, path: Path) -> Replace | None:
         """Plan one place; return how to make its new value if the parent must replace it."""
+        extent = self._selection.extent(stored, path)
+        if self._generators_stay and isinstance(target, RngState) and extent != "none":
+            self.generators.append(path)
+            self._leave_out(stored)
+            return None
         if stored is ELSEWHERE:
             return None
-        extent = self._selection.extent(stored, path)
         if extent == "none":
             self._plan_missing(target, path)
             return None

@@ -136,6 +136,7 @@ class Decoded:
         composites: The plain forms of composite tensors, by id, each with the module and name of its class.
         contexts, unmade: By the same ids: the node of the context; the module and name of an unknown class in it.
         elsewhere: Paths of values of other ranks, which no part has.
+        by_rank: Dicts of the values that ranks have of their own at one place, by id; their keys are the ranks.
     """
 
     def __init__(self, spend: columns.Spend = lambda nbytes: None, types: Types | None = None) -> None:
@@ -148,13 +149,14 @@ class Decoded:
         self.unmade: dict[int, tuple[str, str]] = {}
         self.unknown: list[tuple[Path, tuple[str, str]]] = []  # places of values of classes that are not known
         self.elsewhere: list[Path] = []
+        self.by_rank: dict[int, dict[int, Any]] = {}
 
 
 def decode(parts: Sequence[StoredPart], *, partial: bool = False, decoded: Decoded | None = None) -> Any:
     """Return the state that the parts' trees describe, with a `Slot` in place of every array.
 
     Args:
-        parts: Must include the part "". Their specs are checked too. Parts of one rank come last.
+        parts: Must include the part "". Their specs are checked too. Parts of ranks come last.
         partial: Whether parts may be missing; their keys are then left out.
         decoded: Counts the memory, and notes which containers are plain.
 
@@ -278,14 +280,23 @@ class _TreeDecoder:
         part = self._parts[self._position] if self._parts else None
         if part is None or part.of_rank:
             raise ValueError("a value of each rank's own inside of another")
+        values: dict[int, Any] = {}
         for position, own in enumerate(self._parts):
             if own.of_rank and own.name == part.name:
                 nodes = _own_nodes(own.tree)
                 if not 0 <= expect(index, int) < len(nodes):
                     raise ValueError(f"the rank has {len(nodes)} values of its own")
-                return _TreeDecoder(self._parts, position, {}, decoded=self._decoded).value(nodes[index], path, depth)
-        self._decoded.elsewhere.append(path)
-        return ELSEWHERE
+                below = path if own.rank is None else (*path, own.rank)
+                decoder = _TreeDecoder(self._parts, position, {}, decoded=self._decoded)
+                value = decoder.value(nodes[index], below, depth)
+                if own.rank is None:
+                    return value
+                values[own.rank] = value
+        if not values:
+            self._decoded.elsewhere.append(path)
+            return ELSEWHERE
+        self._decoded.by_rank[id(values)] = values
+        return values
 
     def read_columns(self, path: Path, depth: int, column: Node) -> Any:
         leaves = _TreeDecoder([], 0, {}, decoded=self._decoded)  # without arrays

@@ -51,7 +51,30 @@ thread may use it.
 
 from __future__ import annotations
 
+from ..values.tensors import Node
+
 INLINE_BYTES = 4 * 1024  # longer bytes are stored as entries of the manifest, in chunks
 
 #: The factories that a defaultdict may have, by name.
 FACTORIES: dict[str, type] = {t.__name__: t for t in (int, float, str, list, dict, set, tuple, bool)}
+
+#: Positions in a node at which the keys and values of a mapping, the items of a sequence, or a plain form begin.
+MAPPINGS = {"dict": 1, "odict": 1, "counter": 1, "defaultdict": 2}
+SEQUENCES = {"list": 1, "tuple": 1, "deque": 2}
+OBJECTS = {"object": 4, "optimizer": 3}
+STARTS = MAPPINGS | SEQUENCES | OBJECTS
+
+
+def has_own(tree: Node) -> bool:
+    """Return whether a tree, which may be broken, has a value of a rank's own; other parts are not looked into."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if type(node) is not list or not node or type(node[0]) is not str:
+            continue
+        if node[0] == "rank":
+            return True
+        if node[0] in STARTS:
+            below = node[STARTS[node[0]] + (node[0] in MAPPINGS) :][:1]
+            nodes.extend(below[0] if node[0] not in OBJECTS and below and type(below[0]) is list else below)
+    return False

@@ -188,12 +188,14 @@ class StoredPart:
     Attributes:
         of_rank: whether it holds one rank's own values of the part with that name; its tree is then
             `["own", [node, ...]]`. Such parts come after all others.
+        rank: the rank, if the values of all ranks are read; None: `of_rank` is the only one that is read, or False.
     """
 
     name: str
     tree: Node
     specs: Sequence[TensorSpec]
     of_rank: bool = False
+    rank: int | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -2,11 +2,12 @@
 
 In: any value of a state. Out: whether each rank keeps its own. An object is each rank's own if it is stored as its
 state (stateful.py) and its class has `per_rank = True`, as `PerRank` and `RngState` have. A process without ranks
-stores such an object as it stores any other.
+stores such an object as it stores any other. A restore on another number of ranks makes `RankValues` of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..values.classes import view_of
@@ -18,7 +19,7 @@ class PerRank:
     """A value that each rank saves for itself: `state = {"loader": PerRank(loader.state_dict()), ...}`.
 
     Plain values and plain tensors of a state must be equal on all ranks, but not within a `PerRank`. A restore gives
-    each rank its own value back, if as many ranks restore as saved.
+    each rank its own value back, if as many ranks restore as saved; else `restore` returns `RankValues`.
 
     The value may be an object, or have objects in its containers: `PerRank(loader)`. `restore_into` then keeps
     each object and calls its `load_state_dict` with the state of its rank. Such a value is filled as a whole state is:
@@ -47,6 +48,35 @@ class PerRank:
     def load_state_dict(self, state: Any) -> None:
         """Replace the value by a restored one."""
         self.value = state
+
+
+class RankValues(PerRank, Mapping[int, Any]):
+    """The values of all ranks at one place of a state, by rank: `state["rng"][0]` is the value of rank 0.
+
+    `restore` returns it for each `PerRank` and `RngState` if another number of ranks restores than saved, such as one
+    process. A rank that had no such value is not among its keys. If it is saved again, it is stored as a dict by rank.
+
+    Args:
+        value: the values by rank.
+
+    Attributes:
+        value: the same, as a dict.
+    """
+
+    def __init__(self, value: Mapping[int, Any]) -> None:
+        super().__init__(dict(value))
+
+    def __repr__(self) -> str:
+        return f"RankValues({self.value!r})"
+
+    def __getitem__(self, rank: int) -> Any:
+        return self.value[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.value)
+
+    def __len__(self) -> int:
+        return len(self.value)
 
 
 def is_per_rank(value: Any) -> bool:

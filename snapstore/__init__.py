@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from .inspect.lazy import TensorHandle as TensorHandle
     from .inspect.stats import GroupStats as GroupStats
     from .inspect.stats import StatsResult as StatsResult
+    from .inspect.tables import SnapshotList as SnapshotList
     from .manager import SnapshotManager as SnapshotManager
     from .options import SaveOptions as SaveOptions
     from .protocol.forget import ForgetResult as ForgetResult
@@ -141,6 +142,7 @@ _NAMES = {
     "inspect.divergence": "DivergenceResult",
     "inspect.lazy": "LazyTensors TensorHandle",
     "inspect.stats": "GroupStats StatsResult",
+    "inspect.tables": "SnapshotList",
     "manager": "SnapshotManager",
     "options": "SaveOptions",
     "protocol.forget": "ForgetResult",
@@ -178,4 +180,4 @@ if not TYPE_CHECKING:  # else a type checker would accept any misspelt name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({name for name in globals() if name.startswith("__")} | {"__version__", *__all__})

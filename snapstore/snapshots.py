@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Unpack, overload
 
 from .catalog.history import View
 from .errors import CapabilityError, FormatError, IntegrityError, OutputError, SnapstoreError, StorageError
 from .format.records import Snapshot
-from .text import log, some
+from .inspect.tables import SnapshotList
+from .retention import utc
+from .text import counted, html_table, human_bytes, log, some
 
 if TYPE_CHECKING:
     from .context import Context
@@ -77,14 +79,35 @@ class Snapshots:
         """Refuse pickle and copy."""
         raise TypeError(f"a {type(self).__name__} cannot be pickled or copied; open another one by its URL")
 
+    def _repr_html_(self) -> str:
+        """Return a table of the runs, as of now; a notebook calls this."""
+        name = f"{type(self).__name__} {self.context.store.url}"
+        try:
+            view = self.view()
+        except SnapstoreError as error:  # the store cannot be read, or is closed
+            return html_table(f"{name}: {error}", [], [])
+        runs: dict[str, list[Snapshot]] = {}
+        for snapshot in view.snapshots():
+            runs.setdefault(snapshot.run, []).append(snapshot)
+        rows = []
+        for run, found in runs.items():
+            newest, stored = found[-1], sum(one.stored_bytes for one in found)
+            sizes = human_bytes(newest.logical_bytes), human_bytes(stored)
+            rows.append([run, len(found), newest.step, f"{utc(newest.created):%Y-%m-%d %H:%M}", *sizes])
+        unknown = f", {counted(len(view.unknown()), 'unreadable record')}" if view.unknown() else ""
+        columns = ["run", ">snapshots", ">newest step", "created (UTC)", ">size", ">stored in all"]
+        return html_table(f"{name}: {counted(len(rows), 'run')}{unknown}", columns, rows)
+
     # -- look
 
     def view(self) -> View:
         """List the store and return all records."""
         return self.context.index.refresh()
 
-    def snapshots(self, run: str | None = None) -> list[Snapshot]:
+    def snapshots(self, run: str | None = None) -> SnapshotList:
         """Return the committed snapshots of a run, or of all runs, in the order in which they were saved.
+
+        The list has `to_pandas()`, and is a table in a notebook.
 
         Leaves out snapshots whose record cannot be read or is gone. A warning names each such record once, and
         `view().unknown(run)` returns them all.
@@ -97,7 +120,7 @@ class Snapshots:
         if run is not None and not found:
             view.require_known(f"run {run!r}", run)
         self._warn_of_left_out(view, run)
-        return found
+        return SnapshotList(found)
 
     def snapshot(self, ref: str) -> Snapshot:
         """Return the snapshot that a reference names: `run@step`, `run@latest` (`highest`, `best`), `run@tag` or an id.
@@ -107,12 +130,12 @@ class Snapshots:
         """
         return self.view().resolve(ref)
 
-    def children(self, ref: str) -> list[Snapshot]:
+    def children(self, ref: str) -> SnapshotList:
         """Return the committed snapshots, of any run, whose parent is this one; it leaves out what `snapshots` does."""
         view = self.view()
         found = view.children(view.resolve(ref).id)
         self._warn_of_left_out(view)
-        return found
+        return SnapshotList(found)
 
     def _warn_of_left_out(self, view: View, run: str | None = None) -> None:
         if new := view.unknown(run).keys() - self._left_out:
@@ -121,6 +144,32 @@ class Snapshots:
             log.warning(text, self.context.store.url, some(sorted(new)))
 
     # -- restore
+
+    @overload
+    def restore(
+        self,
+        ref: str,
+        *,
+        keys: str | Sequence[str] | None = ...,
+        device: Any = ...,
+        types: Sequence[type] = ...,
+        part: None = ...,
+        rename: Rename | None = ...,
+        per_rank: Literal["same", "drop"] | int | None = ...,
+    ) -> dict[Any, Any]: ...
+
+    @overload
+    def restore(
+        self,
+        ref: str,
+        *,
+        keys: str | Sequence[str] | None = ...,
+        device: Any = ...,
+        types: Sequence[type] = ...,
+        part: str,
+        rename: Rename | None = ...,
+        per_rank: Literal["same", "drop"] | int | None = ...,
+    ) -> Any: ...
 
     def restore(
         self,
@@ -134,6 +183,8 @@ class Snapshots:
         per_rank: Literal["same", "drop"] | int | None = None,
     ) -> Any:
         """Return the state of a snapshot, as nested containers.
+
+        For a type checker it is a dict, as nearly every state is; cast it if yours is a list or one value.
 
         Args:
             ref: a reference of any run. A restore does not change the parent of the next save: to fork, call

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Unpack
+from typing import Any, Literal, NamedTuple, NoReturn, Unpack, overload
 
 from . import retention
 from .catalog import policy_store
@@ -29,7 +29,7 @@ from .restore import pipeline
 from .restore.sources import AsRank, PerRankOption
 from .save.ranks.job import RankJob
 from .snapshots import newest_whole_named
-from .state.fill.fit import Fit, FitOptions, NameOptions
+from .state.fill.fit import Fit, FitOptions, NameOptions, Rename
 from .storage.base import ObjectStore
 from .text import log
 
@@ -327,6 +327,32 @@ class Steps:
     def _answered(self, question: str, find: Callable[[], V]) -> V:
         """Return what `find` returns; with several ranks, what it returns on rank 0."""
         return find() if self._job is None else self._job.questions.ask(question, find)
+
+    @overload
+    def restore(
+        self,
+        step: int | str | None = ...,
+        *,
+        keys: str | Sequence[str] | None = ...,
+        device: Any = ...,
+        types: Sequence[type] = ...,
+        per_rank: Literal["same", "drop"] | int | None = ...,
+        part: None = ...,
+        rename: Rename | None = ...,
+    ) -> dict[Any, Any]: ...
+
+    @overload
+    def restore(
+        self,
+        step: int | str | None = ...,
+        *,
+        keys: str | Sequence[str] | None = ...,
+        device: Any = ...,
+        types: Sequence[type] = ...,
+        per_rank: Literal["same", "drop"] | int | None = ...,
+        part: str,
+        rename: Rename | None = ...,
+    ) -> Any: ...
 
     def restore(
         self,

@@ -1,4 +1,4 @@
-"""Text: words that errors and reports share, and the log.
+"""Text: words that errors and reports share, tables of HTML, and the log.
 
 In: counts, names, sizes, errors and results. Out: the same wording for them everywhere. Pure functions, except the log.
 
@@ -10,18 +10,21 @@ places through which all text passes: the base class of our errors, and the shel
 from __future__ import annotations
 
 import dataclasses
+import html
 import logging
 import re
 import reprlib
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 #: Characters of an argument in an error.
 MOST_QUOTED = 200
+#: Rows of a table in a notebook.
+MOST_ROWS = 60
 #: Looks at few members of a container: the repr of a whole state would take seconds.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxset = 4, 20, 20, 20, 20
@@ -92,6 +95,26 @@ def brief(result: Any) -> str:
     values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     counts = {name: f"<{counted(len(v), 'item')}>" for name, v in values.items() if isinstance(v, list | tuple | dict)}
     return f"{type(result).__name__}({', '.join(f'{name}={counts.get(name, repr(v))}' for name, v in values.items())})"
+
+
+def html_table(caption: str, columns: Sequence[str], rows: Sequence[Iterable[object]]) -> str:
+    """Return a table of HTML, for a notebook; all texts are escaped.
+
+    A column whose name starts with `>` is aligned right. A table of more than MOST_ROWS rows is cut in the middle.
+    """
+
+    def line(tag: str, cells: Iterable[object]) -> str:
+        texts = (html.escape(printable(str(cell))) for cell in cells)
+        tagged = (f'<{tag} style="text-align:{side}">{text}</{tag}>' for side, text in zip(sides, texts, strict=True))
+        return f"<tr>{''.join(tagged)}</tr>"
+
+    sides = ["right" if column.startswith(">") else "left" for column in columns]
+    lines = [line("th", (column.removeprefix(">") for column in columns))] if any(columns) else []
+    half = MOST_ROWS // 2
+    shown = rows if len(rows) <= MOST_ROWS else [*rows[:half], ["..." for _ in columns], *rows[-half:]]
+    lines += [line("td", row) for row in shown]
+    title = html.escape(printable(caption))
+    return f'<table><caption style="text-align:left">{title}</caption>{"".join(lines)}</table>'
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):

@@ -15,7 +15,9 @@ import msgspec
 import xxhash
 
 from ..errors import FormatError, IntegrityError, InvalidInputError, UnknownFormatError
+from ..retention import utc
 from ..state.tree.decode import decode_plain, unpack_nodes
+from ..text import html_table, human_bytes, some
 from ..threads import msgpack_decoder
 from . import open_maps
 from .keys import manifest_key, pack_key, record_key, sha256_names
@@ -50,6 +52,8 @@ RANKS, STRIDES, PARAMETER_SHAPES, XOR = "ranks", "strides", "parameter_shapes", 
 KNOWN_FEATURES = frozenset({RANKS, STRIDES, PARAMETER_SHAPES, XOR})
 
 #: The reason in a record that a repair reconstructed from manifests alone; these words are part of the format.
+#: Metrics in the repr of a snapshot.
+METRICS_SHOWN = 5
 RECONSTRUCTED = "made up from its manifests by a repair"
 COMMITTED, ABORTED, FORGOTTEN, SWEPT = "committed", "aborted", "forgotten", "swept"
 
@@ -152,7 +156,16 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     unknown: UnknownKeys = NONE_UNKNOWN
 
     def __repr__(self) -> str:
-        return f"Snapshot({self.ref!r}, id={self.id[:12]!r}, state={self.state!r})"
+        metrics = [f"{name}={value:.4g}" for name, value in self.metrics.items()]
+        facts = {"id": self.id[:12], "state": self.state, "created": f"{utc(self.created):%Y-%m-%d %H:%M:%S}Z"}
+        facts |= {"size": human_bytes(self.logical_bytes), "metrics": some(metrics, METRICS_SHOWN)}
+        return f"Snapshot({self.ref!r}, {', '.join(f'{name}={text!r}' for name, text in facts.items())})"
+
+    def _repr_html_(self) -> str:
+        rows = [("id", self.id), ("state", self.state), ("created", f"{utc(self.created):%Y-%m-%d %H:%M:%S} UTC")]
+        rows += [("size", human_bytes(self.logical_bytes)), ("stored", human_bytes(self.stored_bytes))]
+        rows += [("parent", self.parent or "none"), ("tags", ", ".join(self.tags))]
+        return html_table(self.ref, ["", ""], rows + [(name, f"{value:.6g}") for name, value in self.metrics.items()])
 
     @property
     def key(self) -> str:

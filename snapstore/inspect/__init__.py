@@ -8,5 +8,6 @@ stored_tensors.py  where the bytes of each tensor lie, and its bytes piece by pi
 diff.py            compare two snapshots, tensor by tensor and value by value
 divergence.py      the first step, tensor and element at which two runs differ
 lazy.py            the tensors of a snapshot by name, read in slices
+tables.py          lists of snapshots and results, as data frames and as HTML
 estimate.py        the cost of the snapshots of a run, before it starts
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,9 +28,10 @@ from ..state.tree.encode import encode_plain
 from ..state.values.arrays import as_float64
 from ..state.values.containers import display
 from ..state.values.tensors import TensorSpec
-from ..text import brief
+from ..text import brief, html_table
 from .plain_values import Chained, container_types, decode_tree, dotted, plain_values, show_value
 from .stored_tensors import StoredTensor, bytes_of_each, naming, read_tensors
+from .tables import data_frame
 
 T = TypeVar("T")
 #: Two tensors are compared in pieces of this size [bytes].
@@ -73,6 +74,26 @@ class DiffResult:
 
     __repr__ = brief
 
+    def to_pandas(self) -> Any:
+        """Return `tensors` as a `pandas.DataFrame`; its columns are the attributes of `TensorDiff`.
+
+        Raises:
+            CapabilityError: pandas is not installed.
+        """
+        names = [field.name for field in fields(TensorDiff)]
+        return data_frame({name: [getattr(one, name) for one in self.tensors] for name in names})
+
+    def _repr_html_(self) -> str:
+        count = Counter(one.status for one in self.tensors)
+        caption = f"{self.a.ref} -> {self.b.ref}: " + ", ".join(f"{number} {name}" for name, number in count.items())
+        rows = [
+            [one.path, one.status, _percent(one.changed_share), _number(one.relative_l2), one.note]
+            for one in self.tensors
+            if one.status != "same"
+        ]
+        tensors = html_table(caption, ["tensor", "", ">changed", ">relative L2", ""], rows)
+        return tensors + (html_table("plain values", ["value", "before", "after"], self.plain) if self.plain else "")
+
 
 def diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
     """Compare two snapshots. Reads only tensors whose digests differ.
@@ -108,6 +129,14 @@ def _diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
             tensors.append(TensorDiff(path, "changed" if unlike[key] else "same", note=unlike[key]))
     plain = _plain_changes(_tree(context, a, manifests_a), _tree(context, b, manifests_b))
     return DiffResult(a, b, tensors, plain)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.2%}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def unlike_form(a: TensorSpec, b: TensorSpec) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,10 @@ from ..format.manifests import manifest
 from ..format.manifests.manifest import Manifest
 from ..format.manifests.tensor_layout import held_bytes
 from ..protocol.notes import in_quarantine
-from ..text import brief
+from ..text import brief, counted, html_table, human_bytes
+from .tables import data_frame
+
+_SIZES = ("logical", "stored")
 
 
 @dataclass(slots=True)
@@ -76,6 +80,25 @@ class StatsResult:
     def ratio(self) -> float:
         """Logical over stored bytes; 0 for an empty repository."""
         return self.logical_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+    def to_pandas(self) -> Any:
+        """Return `groups` as a `pandas.DataFrame` with the columns group, logical_bytes and stored_bytes [bytes].
+
+        Raises:
+            CapabilityError: pandas is not installed.
+        """
+        logical, stored = ([getattr(one, f"{name}_bytes") for one in self.groups.values()] for name in _SIZES)
+        return data_frame({"group": list(self.groups), "logical_bytes": logical, "stored_bytes": stored})
+
+    def _repr_html_(self) -> str:
+        sizes = f"{human_bytes(self.logical_bytes)} of state in {human_bytes(self.stored_bytes)}"
+        caption = f"{counted(self.snapshots, 'snapshot')}: {sizes}, ratio {self.ratio:.3g}"
+        groups = [
+            [name, human_bytes(one.logical_bytes), human_bytes(one.stored_bytes)] for name, one in self.groups.items()
+        ]
+        codecs = [[name, human_bytes(count)] for name, count in self.codecs.items()]
+        by_codec = html_table("codecs", ["codec", ">stored"], codecs)
+        return html_table(caption, ["group", ">size", ">stored"], groups) + by_codec
 
 
 def stats(context: Context) -> StatsResult:

@@ -15,6 +15,7 @@ from snapstore.inspect.diff import TensorDiff
 from snapstore.inspect.stats import group_of
 from snapstore.options import SaveOptions
 from snapstore.repository import Repository
+from snapstore.retention import utc
 from snapstore.storage.memory import MemoryStore
 
 
@@ -362,7 +363,10 @@ def test_objects_and_results_print_as_one_line(repo):
         state = {str(i): torch.full((2000,), step + i) for i in range(12)} | {"plain": list(range(step, step + 50))}
         repo.save(state, run="r", step=step, metrics={f"m{i}": i for i in range(12)})
     first = repo.snapshot("r@0")
-    assert repr(first) == f"Snapshot('r@0', id='{first.id[:12]}', state='committed')"
+    assert repr(first) == (
+        f"Snapshot('r@0', id='{first.id[:12]}', state='committed', created='{utc(first.created):%Y-%m-%d %H:%M:%S}Z', "
+        "size='192.0kB', metrics='m0=0, m1=1, m2=2, m3=3, m4=4 and 7 more')"
+    )
     results = [repo.stats(), repo.diff("r@0", "r@11"), repo.forget(KeepLast(11), run="r"), repo.gc(dry_run=True)]
     results += [repo.recode(), repo.compact()]
     for key in [info.key for info in repo.store.list("packs/")]:

@@ -30,8 +30,8 @@ from snapstore import (
     KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, LazyTensors, ManifestRef, NotFoundError,
     Mismatches, NameOptions,
     ObjectInfo, ObjectStore, PerRank, Policy, Problem, RankValues, Ranks, RanksError, RecodeResult, RepairAction,
-    RepairResult, Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotLike, SnapshotManager,
-    SnapstoreError, StatsResult, StorageError, StorageFullError, TensorDiff, TensorHandle, TorchRanks,
+    RepairResult, Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotLike, SnapshotList,
+    SnapshotManager, SnapstoreError, StatsResult, StorageError, StorageFullError, TensorDiff, TensorHandle, TorchRanks,
     UnknownFormatError, UnsupportedLeafError, Unpacked, View,
 )
 
@@ -56,10 +56,12 @@ def training(path: Path, state: dict[str, Any]) -> None:
         assert_type(snapshots.highest_step(), int | None)
         assert_type(snapshots.best_step(), int | None)
         assert_type(snapshots.all_steps(), list[int])
-        assert_type(snapshots.restore(), Any)
+        assert_type(snapshots.restore(), dict[Any, Any])
+        assert_type(snapshots.restore(part="model"), Any)
+        assert_type(snapshots.restore(10, part=None, rename={"a": "b"}), dict[Any, Any])
         assert_type(snapshots.restore_into(state, "best"), Snapshot)
         assert_type(snapshots.restore_into(state, strict=False, part="model", rename={"a": "b"}), Snapshot)
-        assert_type(snapshots.restore(10, keys=["model.*"], device="cpu"), Any)
+        assert_type(snapshots.restore(10, keys=["model.*"], device="cpu"), dict[Any, Any])
         snapshots.wait_until_finished()
         snapshots.check_for_errors()
         snapshots.close()
@@ -77,7 +79,11 @@ def repositories(state: dict[str, Any]) -> None:
         state, run="a", step=1, parent="b@3", bases=("b@latest",), metrics={"loss": 1}, tags=("t",), full=True
     )
     assert_type(saved, Snapshot)
-    assert_type(repository.restore("a@1"), Any)
+    assert_type(repository.restore("a@1"), dict[Any, Any])
+    assert_type(repository.restore("a@1", keys="model.*", per_rank=0), dict[Any, Any])
+    weights: list[float] = repository.restore("a@1", part="weights")
+    part: str | None = "weights" if weights else None
+    assert_type(repository.restore("a@1", part=part, types=[Path]), Any | dict[Any, Any])
     assert_type(repository.named_tensors("a@1", keys="model.*", device="cpu"), Iterator[tuple[str, Any]])
     assert_type(snapstore.pack_folder("x", follow_links=True), Iterator[tuple[str, Any]])
     assert_type(snapstore.unpack_folder(repository.tensors("a@1"), Path("y")), Unpacked)
@@ -88,10 +94,14 @@ def repositories(state: dict[str, Any]) -> None:
     assert_type(repository.restore_into("a@1", state, rename=str.lower, strict=Mismatches()), Snapshot)
     assert_type(repository.save(repository.named_tensors("a@1"), run="b", step=1), Snapshot)
     assert_type(repository.restore_into("a@1", state, keys="model.*"), Snapshot)
-    assert_type(repository.snapshots(), list[Snapshot])
-    assert_type(repository.snapshots("a"), list[Snapshot])
+    assert_type(repository.snapshots(), SnapshotList)
+    saved_before: list[Snapshot] = repository.snapshots("a")
+    assert_type(repository.snapshots("a")[-1], Snapshot)
+    assert_type(repository.snapshots("a")[-5:], SnapshotList)
+    assert_type(saved_before[-1], Snapshot)
+    assert_type(repository.snapshots().to_pandas(), Any)
     assert_type(repository.snapshot("a@latest"), Snapshot)
-    assert_type(repository.children("a@1"), list[Snapshot])
+    assert_type(repository.children("a@1"), SnapshotList)
     assert_type(repository.tag("a@1", "t"), Snapshot)
     assert_type(repository.untag("a@1", "t"), Snapshot)
     assert_type(repository.unforget("a@1"), Snapshot)
@@ -179,7 +189,10 @@ def several_ranks(path: Path, loader: dict[str, int]) -> None:
         own = PerRank(loader)
         assert_type(own.value, Any)
         assert_type(snapshots.restore_into({"loader": own}, per_rank=0), Snapshot)
-        assert_type(snapshots.restore(3, per_rank="drop"), Any)
+        assert_type(snapshots.restore(3, per_rank="drop"), dict[Any, Any])
+        of_all: RankValues = snapshots.restore(3)["loader"]
+        assert_type(of_all[0], Any)
+        assert_type(dict(of_all), dict[int, Any])
         snapshots.close(timeout=5.0)
     SnapshotManager(path, run="a", ranks=False).close()
 
@@ -221,13 +234,15 @@ def uses(snapshots: SnapshotManager, repository: Repository, snapshot: Snapshot)
     snapshots.save(1, {}).step  # error: attr-defined
     snapshots.latest_step() + 1  # error: operator
     snapshots.all_steps().step  # error: attr-defined
-    snapshots.restore(1.5)  # error: arg-type
+    snapshots.restore(1.5)  # error: call-overload
     step: int = snapshots.best_step()  # error: assignment
     Repository.open(3)  # error: arg-type
     Repository.create("/data/snaps", 4096)  # error: call-arg
     repository.save({}, "a", 1)  # error: call-arg
-    repository.restore("a@1", "w")  # error: call-arg
-    repository.restore("a@1", into={})  # error: call-arg
+    repository.restore("a@1", "w")  # error: call-overload
+    repository.restore("a@1", into={})  # error: call-overload
+    repository.restore("a@1").model  # error: attr-defined
+    repository.restore("a@1", per_rank="all")  # error: call-overload
     repository.restore_into("a@1", {})["w"]  # error: index
     repository.forget([KeepLast(1)])  # error: call-arg
     repository.gc(True)  # error: call-arg

@@ -121,6 +121,8 @@ if TYPE_CHECKING:
     from .state.folder import unpack_folder as unpack_folder
     from .state.walk.per_rank import PerRank as PerRank
     from .state.walk.per_rank import RankValues as RankValues
+    from .state.walk.resumable import ResumableLoader as ResumableLoader
+    from .state.walk.resumable import resumable as resumable
     from .state.walk.rng import RngState as RngState
     from .storage.base import ObjectInfo as ObjectInfo
     from .storage.base import ObjectStore as ObjectStore
@@ -159,6 +161,7 @@ _NAMES = {
     "state.fill.fit": "FitOptions Mismatches NameOptions",
     "state.folder": "Unpacked pack_folder unpack_folder",
     "state.walk.per_rank": "PerRank RankValues",
+    "state.walk.resumable": "ResumableLoader resumable",
     "state.walk.rng": "RngState",
     "storage.base": "ObjectInfo ObjectStore",
 }

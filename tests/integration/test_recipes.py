@@ -1,18 +1,20 @@
-"""The scripts of docs/guides/recipes.md end with the same bits whether they are interrupted or not."""
+"""The scripts of docs/guides/recipes.md and of README end with the same bits whether they are interrupted or not."""
 
+import random
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
-from kit.processes import ROOT
+from kit.processes import ROOT, environment
 from kit.repositories import same
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:This DataLoader will create")
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["loader", "average", "gradients"])
 def test_a_recipe_resumes_to_the_bit(number, tmp_path, monkeypatch):
-    if number == 0:
-        pytest.importorskip("torchdata")
     page = (ROOT / "docs" / "guides" / "recipes.md").read_text()
     script = page.split("```python\n")[1 + number].split("```")[0]
     for interval in ("=100", "=30"):
@@ -23,9 +25,80 @@ def test_a_recipe_resumes_to_the_bit(number, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["train.py", str(total)])
         names = {}
         exec(script.replace("/data/snapshots", str(tmp_path / folder)), names)
-        parts = {name: value.value if name == "loader" else value for name, value in names["state"].items()}
-        return {name: value.state_dict() for name, value in parts.items() if name != "loader"}
+        return {name: value.state_dict() for name, value in names["state"].items()}
 
     whole = end("whole", 20)
     assert not same(end("parts", 11), whole)  # the last snapshot is of step 9
     assert same(end("parts", 20), whole)
+
+
+#: The names that README's code takes from the reader's script: data that is drawn at random in the workers, a model
+#: with dropout, and a `train` that prints the loss of each step.
+OF_THE_READER = """
+import random, sys, numpy as np, torch
+torch.set_num_threads(1)
+torch.manual_seed(0), random.seed(0), np.random.seed(0)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.full((8,), index / 20) + 0.1 * torch.randn(8) + random.random() + np.random.rand()
+
+loader = torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True, num_workers=int(sys.argv[1]))
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+total = 25
+
+def train(model, optimizer, batch):
+    loss = (model(batch.float()) - batch.float()).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step + 1, loss.item().hex(), flush=True)
+    return loss
+"""
+
+
+def losses_of(script, workers, kill=None):
+    """Run a script until it ends, or until it is killed just after so many steps; return what it printed."""
+    command = [sys.executable, "-W", "ignore", str(script), str(workers)]
+    printed = []
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            printed.append(line.split())
+            if len(printed) == kill:
+                time.sleep(random.random() / 50)
+                process.kill()
+                break
+        printed += [parts for line in process.stdout if len(parts := line.split()) == 2 and line.endswith("\n")]
+    assert process.returncode == (0 if kill is None else -signal.SIGKILL)
+    return [(int(step), loss) for step, loss in printed]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_code_of_readme_computes_the_same_losses_after_each_kill(workers, tmp_path):
+    """It is killed before the first snapshot, within an epoch, at its end, and during saves."""
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "resumable(loader)" in code
+    code = code.replace("interval_steps=100", "interval_steps=3")
+    scripts = []
+    for name in ("whole", "killed"):
+        scripts.append(tmp_path / f"{name}.py")
+        scripts[-1].write_text(OF_THE_READER + code.replace("/data/snapshots", str(tmp_path / name)))
+    whole = losses_of(scripts[0], workers)
+    assert [step for step, _ in whole] == [*range(1, 26)]
+    expected, found, starts = dict(whole), {}, []
+    for kill in (2, 5, 6, 4, 7, 6, 8, None):
+        printed = losses_of(scripts[1], workers, kill)
+        if printed:
+            starts.append(printed[0][0])
+        for step, loss in printed:
+            assert loss == expected[step], (step, starts)
+            found[step] = loss
+        if kill is None or (printed and printed[-1][0] == 25):
+            break
+    assert found == expected
+    assert len(set(starts)) >= 3, starts  # it has resumed, and not from one snapshot only

@@ -84,21 +84,23 @@ def test_the_readme_code_runs(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     steps = []
 
-    def train(model, optimizer):
-        steps.append(1)
+    def train(model, optimizer, batch):
+        steps.append(batch)
         optimizer.zero_grad()
-        loss = model(torch.randn(2, 4)).square().sum()
+        loss = model(batch).square().sum()
         loss.backward()
         optimizer.step()
         return loss
 
-    names = {"model": model, "optimizer": optimizer, "train": train}
+    loader = torch.utils.data.DataLoader(torch.randn(202, 4), 2, shuffle=True)
+    names = {"model": model, "optimizer": optimizer, "train": train, "loader": loader}
     exec(code, {**names, "total": 101})
     assert len(steps) == 101
-    exec(code, {**names, "total": 201})  # resumes after step 100
-    assert len(steps) == 201
+    exec(code, {**names, "total": 201})  # resumes after step 100, with the last batch of the epoch
+    assert len(steps) == 101 + 102
+    assert torch.equal(steps[100], steps[101])
     with snapstore.Repository.open(tmp_path / "snapshots") as repository:
-        assert [snapshot.step for snapshot in repository.snapshots("exp1")] == [0, 100, 200]
+        assert [snapshot.step for snapshot in repository.snapshots("exp1")] == [100, 200]
         assert all(snapshot.metrics["loss"] > 0 for snapshot in repository.snapshots("exp1"))
 
 

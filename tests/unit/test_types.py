@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 
 import snapstore
 from kit.processes import ROOT, run_python
@@ -22,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, assert_type
 
+import torch
+
 import snapstore
 from snapstore import (
     AlreadyExistsError, CapabilityError, CheckResult, CompactResult, Config, ConflictError, CopyResult, DiffResult,
@@ -30,9 +33,9 @@ from snapstore import (
     KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, LazyTensors, ManifestRef, NotFoundError,
     Mismatches, NameOptions,
     ObjectInfo, ObjectStore, PerRank, Policy, Problem, RankValues, Ranks, RanksError, RecodeResult, RepairAction,
-    RepairResult, Repository, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotLike, SnapshotList,
+    RepairResult, Repository, ResumableLoader, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotLike, SnapshotList,
     SnapshotManager, SnapstoreError, StatsResult, StorageError, StorageFullError, TensorDiff, TensorHandle, TorchRanks,
-    UnknownFormatError, UnsupportedLeafError, Unpacked, View,
+    UnknownFormatError, UnsupportedLeafError, Unpacked, View, resumable,
 )
 
 
@@ -180,6 +183,12 @@ def generators() -> None:
     rng.load_state_dict(rng.state_dict())
 
 
+def position(loader: torch.utils.data.DataLoader[torch.Tensor]) -> None:
+    assert_type(resumable(loader), ResumableLoader[torch.Tensor])
+    for batch in resumable(loader):
+        assert_type(batch, torch.Tensor)
+
+
 def several_ranks(path: Path, loader: dict[str, int]) -> None:
     channel: Ranks = TorchRanks(None, silent_s=60.0, total_s=600)
     assert_type(channel.look("key"), bytes | None)
@@ -312,6 +321,7 @@ THEIRS = {
     "TOTAL": "TOTAL: int",
     "config": "config: dict[str, typing.Any]",
     "data": "data: typing.Any",
+    "loader": "loader: torch.utils.data.DataLoader[torch.Tensor]",
     "make_model": "make_model: typing.Callable[[], typing.Any]",
     "model": "model: torch.nn.Module",
     "optimizer": "optimizer: torch.optim.Optimizer",
@@ -328,7 +338,7 @@ THEIRS = {
     "step": "step: int",
     "total": "total: int",
     "torch": "",
-    "train": "train: typing.Callable[[torch.nn.Module, torch.optim.Optimizer], torch.Tensor]",
+    "train": "train: typing.Callable[..., torch.Tensor]",
 }
 
 #: The same for the pages about trainers.
@@ -464,11 +474,12 @@ def named_in(annotation: Any) -> Iterator[str]:
 def test_every_type_in_a_public_signature_is_public():
     """The types of parameters, of results and of their fields are public: users import them for annotations."""
     public = {name: getattr(snapstore, name) for name in snapstore.__all__}
+    known = public | {"DataLoader": torch.utils.data.DataLoader}
     annotated = [*public_classes(), *(function for cls in public_classes() for _, function in functions_of(cls))]
     named = {
         name
         for thing in annotated
-        for annotation in get_type_hints(thing, localns=public).values()  # a name that is not public may raise here
+        for annotation in get_type_hints(thing, localns=known).values()  # a name that is not public may raise here
         for name in named_in(annotation)
     }
     assert len(named) > 20

@@ -262,8 +262,8 @@ _INSTEAD = {
     "numpy.random.bit_generator.BitGenerator": _GENERATOR.format("state", "assign generator.state = value"),
     "numpy.random.mtrand.RandomState": _GENERATOR.format("get_state(legacy=False)", "call generator.set_state(value)"),
     "torch.utils.data.dataloader.DataLoader": (
-        "does not know its position, so it has no state: save torchdata's StatefulDataLoader in its place, which "
-        "goes on within an epoch with the same shuffling; or leave it out"
+        "does not know its position, so it has no state: save snapstore.resumable(loader) in its place, which goes on "
+        "within an epoch with the same shuffling; or leave it out"
     ),
 }
 

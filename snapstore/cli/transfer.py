@@ -121,7 +121,8 @@ def export(
         str | None, typer.Option("--max-shard-size", metavar="SIZE", help="Limit for one file of hf; default: 5G.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option("--config", metavar="DIR", help="Copy config and tokenizer files from here.")
+        str | None,
+        typer.Option("--config", metavar="DIR", help="Copy config or adapter_config, and tokenizer, from here."),
     ] = None,
     tensors_only: Annotated[
         bool, typer.Option("--tensors-only", help="Leave out values that the format cannot hold.")
@@ -167,5 +168,7 @@ def _print_exported(exported: Exported, output: Path, to: str) -> None:
     if exported.tied:
         note(f"not written, because they are tied to others: {some(exported.tied, NAMED)}")
     note_changes(exported, to)
-    if to == "hf" and "config.json" not in exported.files:
+    if "adapter_config.json" in exported.files and "config.json" not in exported.files:
+        note(f"an adapter of PEFT, without its base model: PeftModel.from_pretrained(base, {str(output)!r})")
+    elif to == "hf" and "config.json" not in exported.files:
         note("no config.json: from_pretrained needs one; export with --config DIR, such as the base model's folder")

@@ -14,6 +14,7 @@ orbax_folder.py      a folder of Orbax (JAX)
 lazy_state.py        a state whose tensors lie in files, as the input of a save
 exporting.py         export a snapshot in one of the formats
 hf_export.py         write a folder that `from_pretrained` loads
+hf_adapter.py        find the adapter of PEFT in a state
 dcp_export.py        write a folder that DCP loads
 """
 

@@ -6,6 +6,7 @@ on disk. Tensors are read one by one, so a snapshot may be larger than memory.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import secrets
@@ -24,7 +25,7 @@ from ..restore.streaming import TensorReader
 from ..snapshots import newest_whole_named
 from ..state.fill.fit import Fit
 from ..text import quoted, some
-from . import files, hf_export
+from . import files, hf_adapter, hf_export
 from .dcp_folder import METADATA
 from .files import Exported
 
@@ -112,7 +113,10 @@ def export_snapshot(
         if lacking := [prefix for prefix in options.strip if prefix not in found_prefixes]:
             names = some([name for name, _ in reader.specs], 3) or "none"
             raise InvalidInputError(f"strip: no name begins with {lacking[0]!r}; the names are {names}")
-        exported = _write(repository, reader, path, to, options)
+        if to == "hf":
+            exported = _write_hf(repository, reader, path, options, fit, as_rank)
+        else:
+            exported = _write(reader, path, to, options)
     exported.part = part
     return exported
 
@@ -150,22 +154,39 @@ def stripped(name: str, prefixes: Sequence[str], found: set[str]) -> str:
     return name
 
 
-def _write(repository: Repository, reader: TensorReader, path: Path, to: To, options: ExportOptions) -> Exported:
+def _write(reader: TensorReader, path: Path, to: To, options: ExportOptions) -> Exported:
     snapshot, force = reader.snapshot, options.force
     if to == "torch":
         return files.write_torch(path, reader, force=force)
     if to == "safetensors":
         return files.write_safetensors(path, reader, force=force, tensors_only=options.tensors_only)
-    if to == "dcp":
-        from .dcp_export import write
+    from .dcp_export import write
 
-        publish_folder(path, lambda temp: write(temp, reader), force=force)
-        names = sorted(child.name for child in path.iterdir())
-        return Exported(snapshot, names, len(reader.specs), _size_of(path, names), reader.of_ranks, reader.by_rank)
+    publish_folder(path, lambda temp: write(temp, reader), force=force)
+    names = sorted(child.name for child in path.iterdir())
+    return Exported(snapshot, names, len(reader.specs), _size_of(path, names), reader.of_ranks, reader.by_rank)
+
+
+def _write_hf(
+    repository: Repository, reader: TensorReader, path: Path, options: ExportOptions, fit: Fit, as_rank: AsRank
+) -> Exported:
+    """Write a folder of Hugging Face; of a state with an adapter of PEFT, only the adapter."""
+    snapshot, specs = reader.snapshot, reader.specs
     beside = hf_export.other_files(repository, snapshot, options.config)
+    if hf_adapter.is_adapted([name for name, _ in specs]) or (options.config and hf_export.is_adapter(beside)):
+        beside, config = hf_export.of_adapter(beside, hf_adapter.config_of_trainer(repository, snapshot))
+        new = hf_adapter.names_in_file(snapshot.ref, specs, config)
+        keys = [glob.escape(name) for name in new.values()]
+        old = fit.rename if callable(fit.rename) else str
+        reader = TensorReader(
+            repository.context,
+            f"id:{snapshot.id}",
+            keys=Fit(keys, fit.part, lambda name: new.get(old(name), old(name))),
+            as_rank=as_rank,
+        )
     plan = hf_export.plan(path, reader, beside, options.max_shard_bytes, tensors_only=options.tensors_only)
     about = {"format": "pt", **files.safetensors_metadata(snapshot)}
-    publish_folder(path, lambda temp: hf_export.write(temp, reader, plan, beside, about), force=force)
+    publish_folder(path, lambda temp: hf_export.write(temp, reader, plan, beside, about), force=options.force)
     names, tensors = plan.files(beside), sum(map(len, plan.shards.values()))
     return Exported(snapshot, names, tensors, _size_of(path, names), plan.dropped, tied=plan.tied)
 

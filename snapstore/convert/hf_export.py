@@ -26,6 +26,7 @@ from ..state.values.tensors import TensorSpec
 from ..text import quoted
 from . import safetensors_file
 from .checkpoint import file_inside, noted
+from .hf_adapter import ADAPTER_CONFIG, WRITE
 from .hf_folder import (
     ADAPTER,
     ADAPTER_COPY,
@@ -40,7 +41,7 @@ from .hf_folder import (
     one_file,
 )
 
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+CONFIG = "config.json"
 #: The output embedding; transformers ties it to the input embedding if the config says so.
 OUTPUT_EMBEDDING = "lm_head.weight"
 #: Endings of files in the folder of --config that hold weights or a state.
@@ -105,6 +106,19 @@ def other_files(repository: Repository, snapshot: Snapshot, config: str | Path |
     return found
 
 
+def of_adapter(beside: Beside, saved: bytes | None) -> tuple[Beside, bytes | None]:
+    """Return the files beside an adapter, and the content of its config; None: there is none.
+
+    Args:
+        beside: the other files. A config of a model is left out: from_pretrained would take the adapter for a model.
+        saved: the config that the snapshot has.
+    """
+    config: bytes | Path | None = beside.get(ADAPTER_CONFIG, saved)
+    content = config.read_bytes() if isinstance(config, Path) else config
+    others = {name: data for name, data in beside.items() if name not in (CONFIG, "generation_config.json")}
+    return others | ({} if content is None else {ADAPTER_CONFIG: content}), content
+
+
 def _imported(snapshot: Snapshot) -> dict[str, Any]:
     """Return what the import of a folder of Hugging Face has noted about a snapshot; {} if it was none."""
     imported = noted(snapshot, "imported")
@@ -116,8 +130,11 @@ def _of_folder(folder: Path) -> Beside:
         raise InvalidInputError(f"{folder}: is not a folder; name one with {CONFIG}, such as that of the base model")
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     names = [name for name in names if not name.endswith(_WEIGHTS) and name not in _OF_TRAINING]
-    if CONFIG not in names:
-        raise InvalidInputError(f"{folder}: has no {CONFIG}, without which from_pretrained cannot make the model")
+    if not {CONFIG, ADAPTER_CONFIG}.intersection(names):
+        raise InvalidInputError(
+            f"{folder}: has no {CONFIG}, without which from_pretrained cannot make the model; an adapter of PEFT needs "
+            f"{ADAPTER_CONFIG}: {WRITE}"
+        )
     return {name: file_inside(folder, name, folder) for name in names}
 
 
@@ -143,7 +160,7 @@ def plan(path: Path, reader: TensorReader, beside: Beside, max_shard_bytes: int,
     if not groups:
         raise InvalidInputError(f"{path}: the state has no tensors; choose another part of it with --part")
     model = DIFFUSION if "_diffusers_version" in _config(beside) else MODEL
-    if _is_adapter(beside):
+    if is_adapter(beside):
         shards = {ADAPTER: specs}
     elif len(groups) == 1:
         shards = {one_file(model): groups[0]}
@@ -156,7 +173,7 @@ def plan(path: Path, reader: TensorReader, beside: Beside, max_shard_bytes: int,
     return HfPlan(index_of(model), shards, dropped, sorted(tied))
 
 
-def _is_adapter(beside: Beside) -> bool:
+def is_adapter(beside: Beside) -> bool:
     """Return whether the weights are those of an adapter of PEFT: its config is there, and no config of a model."""
     return ADAPTER_CONFIG in beside and not {CONFIG, ADAPTER, ADAPTER_COPY}.intersection(beside)
 

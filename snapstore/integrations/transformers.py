@@ -246,6 +246,10 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         texts = {"trainer_state.json": json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"}
         if hasattr(getattr(model, "config", None), "to_json_string"):
             texts["config.json"] = model.config.to_json_string()
+        adapters = getattr(model, "peft_config", None)
+        if isinstance(adapters, dict) and len(adapters) == 1:  # of several, an export would have to choose one
+            (adapter,) = adapters.values()
+            texts["adapter_config.json"] = json.dumps(adapter.to_dict(), default=_plain, indent=2) + "\n"
         return texts
 
     def _handler(self) -> Any:
@@ -333,6 +337,11 @@ def _parts(args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         if getattr(optimizer, "scaler", None) is not None:
             parts["scaler"] = optimizer.scaler
     return parts
+
+
+def _plain(value: Any) -> Any:
+    """Return a plain value for one that JSON cannot hold: PEFT writes sets as lists."""
+    return sorted(value) if isinstance(value, set) else str(value)
 
 
 def _is_of_training(logs: dict[str, Any]) -> bool:

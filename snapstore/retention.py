@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 from .errors import FormatError, InvalidInputError
 from .text import counted, quoted
@@ -166,6 +166,12 @@ class KeepBest(Policy):
             raise InvalidInputError(f"KeepBest: expected mode 'min' or 'max', got {quoted(self.mode)}")
         for field in ("metric", "mode"):  # plain: only such text can be stored
             object.__setattr__(self, field, str.__str__(getattr(self, field)))
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        """Return the policy that keeps the one best by METRIC, METRIC:min (the same) or METRIC:max."""
+        metric, _, mode = text.rpartition(":")
+        return cls(metric, mode="max" if mode == "max" else "min") if mode in ("min", "max") else cls(text)
 
     def __repr__(self) -> str:
         return f"KeepBest({self.metric!r}, n={self.n}, mode={self.mode!r})"

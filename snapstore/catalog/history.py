@@ -18,7 +18,7 @@ from ..format import records
 from ..format.keys import parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..storage.base import ObjectStore
-from ..text import counted, quoted, strip_hint
+from ..text import counted, quoted, some, strip_hint
 from . import policy_store
 from .record_listing import copied
 
@@ -29,7 +29,7 @@ PUT_BACK = (
 )
 
 #: References, for people.
-FORMS = "run@step, run@latest, run@highest, run@best, run@tag or an id"
+FORMS = "run@step, run@latest, run@highest, run@best, run@best:METRIC, run@tag or an id"
 #: The lowest sequence number of a save. Copies of snapshots that are older than the first save get lower ones.
 FIRST_SEQ = 1_000_000
 #: The reason of a snapshot begins with this if a repair has forgotten it because it stays damaged.
@@ -360,10 +360,11 @@ class View:
         """Return the snapshot that a reference names: `run@step`, `run@tag`, `run@latest` or another word, or an id.
 
         The words are `latest`, the newest save; `highest`, the highest step; and `best`, the best by the first KeepBest
-        policy of the run. A tag named `highest` or `best` takes precedence over the word. An id is `id:` and its first
-        digits, or at least 8 digits, as `snapstore log` prints them. A step finds a forgotten snapshot if there is no
-        committed one, and one that a repair has dropped if there is no other. An id finds a committed or a forgotten
-        snapshot. Tags and words name only committed ones.
+        policy of the run. A tag named `highest` or `best` takes precedence over the word. `run@best:loss` is the
+        snapshot with the smallest loss, and `run@best:acc:max` the one with the largest acc. An id is `id:` and its
+        first digits, or at least 8 digits, as `snapstore log` prints them. A step finds a forgotten snapshot if there
+        is no committed one, and one that a repair has dropped if there is no other. An id finds a committed or a
+        forgotten snapshot. Tags and words name only committed ones.
 
         Raises:
             InvalidInputError: it is not a reference, or an ambiguous prefix.
@@ -374,7 +375,9 @@ class View:
         if _ID.match(ref):
             return self._resolve_id(ref, states)
         run, at, name = ref.rpartition("@")
-        if not at or not run or not name:
+        if "@best:" in ref:  # a metric may have any characters
+            run, at, name = ref[: ref.index("@best:")], "@", ref[ref.index("@best:") + 1 :]
+        if not at or not run or not name or name == "best:":
             raise InvalidInputError(f"reference {quoted(ref)}: expected {FORMS}")
         of_run = self._chosen(run, states)
         if not of_run:
@@ -387,12 +390,14 @@ class View:
             found = committed
         else:
             found = [s for s in committed if name in s.tags]
+            if name.startswith("best:"):  # no tag has a colon
+                return copied(self._first_of(ref, run, committed, name))
             if not found and step is not None:
                 of_step = [s for s in of_run if s.step == step]
                 found = [s for s in of_step if s.state == COMMITTED]
                 found = found or [s for s in of_step if not is_dropped(s)] or of_step
             if not found and committed and name in ("highest", "best"):
-                return copied(self._first_of(ref, run, committed))
+                return copied(self._first_of(ref, run, committed, name))
         best = max(found, key=lambda s: (s.seq, s.id), default=None)
         if best is None or name not in best.tags:  # a tag is on one snapshot of its run
             self.require_known(ref, run, best, step)
@@ -405,14 +410,17 @@ class View:
             )
         return copied(best)
 
-    def _first_of(self, ref: str, run: str, committed: Sequence[Snapshot]) -> Snapshot:
-        """Return the highest step, or the best by its metric, of the committed snapshots of a run."""
+    def _first_of(self, ref: str, run: str, committed: Sequence[Snapshot], name: str) -> Snapshot:
+        """Return the highest step, or the best by a metric, of the committed snapshots of a run.
+
+        Args:
+            name: `highest`; `best`, by the policy of the run; or `best:METRIC`, to which `:min` or `:max` may be added.
+        """
         self.require_known(ref, run)
         current = retention.current(committed)
-        if ref.endswith("@highest"):
+        if name == "highest":
             return max(current, key=lambda s: s.step)
-        policies = policy_store.read(self._store, run) if self._store is not None else []
-        best = next((policy for policy in policies if isinstance(policy, retention.KeepBest)), None)
+        best = retention.KeepBest.of_text(name.removeprefix("best:")) if name != "best" else self._policy_of(run)
         if best is None:
             raise NotFoundError(
                 f"reference {quoted(ref)}: "
@@ -422,9 +430,15 @@ class View:
         ranked = best.ranked(current)
         if not ranked:
             raise NotFoundError(
-                f"reference {quoted(ref)}: no snapshot of run {quoted(run)} has the metric {best.metric!r}"
+                f"reference {quoted(ref)}: no snapshot of run {quoted(run)} has the metric {quoted(best.metric)} "
+                f"(NaN is no value); metrics: {some(sorted({m for s in current for m in s.metrics})) or 'none'}"
             )
         return ranked[0]
+
+    def _policy_of(self, run: str) -> retention.KeepBest | None:
+        """Return the first KeepBest policy that is stored for a run."""
+        policies = policy_store.read(self._store, run) if self._store is not None else []
+        return next((policy for policy in policies if isinstance(policy, retention.KeepBest)), None)
 
     def _resolve_id(self, ref: str, states: tuple[str, ...]) -> Snapshot:
         prefix = ref.removeprefix("id:").lower()

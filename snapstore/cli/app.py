@@ -31,7 +31,7 @@ from ..errors import (
     UnknownFormatError,
 )
 from ..text import printable
-from .output import note, print_json, writing
+from .output import discard_stdout, note, print_json, writing
 
 if TYPE_CHECKING:
     from ..repository import Repository
@@ -45,9 +45,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print more on stderr, and tracebacks.")]
 DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Print what would be done; change nothing.")]
 Place = Annotated[str | None, typer.Argument(metavar="[URL]", help="The place; default: --repo or SNAPSTORE_REPO.")]
-Ref = Annotated[
-    str, typer.Argument(metavar="REF", help="run@step, run@latest, run@highest, run@best, run@tag or an id.")
-]
+#: References, as `--help` explains them.
+FORMS = "run@step, run@latest, run@highest, run@best, run@best:METRIC[:max], run@tag or an id"
+Ref = Annotated[str, typer.Argument(metavar="REF", help=f"{FORMS}.")]
 PerRank = Annotated[
     str | None,
     typer.Option("--per-rank", metavar="N|drop", help="Only rank N's own values, or none; default: all ranks'."),
@@ -83,9 +83,12 @@ VERBS = (
 
 @contextmanager
 def _printable_usage_errors() -> Iterator[None]:
-    """Escape control characters in click's messages, which repeat arguments."""
+    """Escape control characters in click's messages, which repeat arguments; a closed pipe is no error."""
     try:
         yield
+    except BrokenPipeError as error:  # of a help text: the reader of stdout has closed it
+        discard_stdout()
+        raise typer.Exit(OK) from error
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "message"):
             error.message = printable(error.message)
@@ -292,8 +295,6 @@ def _run(function: Callable[[], int | None], shell: Shell) -> int:
     except KeyboardInterrupt:
         note("snapstore: interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout has closed it; typer ends the process quietly
-        raise
     except Exception as error:  # noqa: BLE001 - the last line of defence: no traceback for users
         if shell.verbose:
             note(*_traceback_of(error))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import DAMAGE, CapabilityError, StorageError
-from ..text import counted, human_bytes
-from .app import PARTIAL, Ref, Shell, UsageError, verb
+from ..errors import DAMAGE, CapabilityError, NotFoundError, StorageError
+from ..retention import KeepBest
+from ..text import counted, human_bytes, quoted, some
+from .app import FORMS, PARTIAL, Shell, UsageError, verb
 from .output import (
     fields_json,
     line,
@@ -40,28 +41,45 @@ if TYPE_CHECKING:
 @verb()
 def log(
     shell: Shell,
-    run: Annotated[str | None, typer.Option("--run", metavar="R", help="Only this run.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Only this run; default: all runs.")] = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="R", help="The same as RUN.")] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also list forgotten, collected and aborted snapshots.")
     ] = False,
-    limit: Annotated[int | None, typer.Option("-n", "--limit", metavar="N", help="Only the newest N of a run.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("-n", "--limit", metavar="N", help="Only the newest N of a run; or the first, sorted.")
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option("--sort", metavar="METRIC", help="Smallest value first, across runs.")
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="With --sort: largest value first.")] = False,
+    metrics: Annotated[
+        str | None, typer.Option("--metrics", metavar="NAME,...", help="One column for each of these metrics.")
+    ] = None,
     mirror: Annotated[
         str | None, typer.Option("--mirror", metavar="URL", help="Mark snapshots that this repository does not have.")
     ] = None,
 ) -> int | None:
-    """List snapshots, oldest first, run by run.
+    """List snapshots, oldest first, run by run; or sorted by a metric, across runs.
 
-    Exit code 3: some records, here or in the mirror, are unreadable or gone.
+    Snapshots without the metric, or with NaN, come last. Exit code 3: some records, here or in the mirror, are
+    unreadable or gone.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"--limit {limit}: expected at least 1")
+    if reverse and sort is None:
+        raise UsageError("--reverse: needs --sort METRIC")
+    if name is not None and run is not None:
+        raise UsageError("name the run once, as RUN or with --run")
+    run = name if run is None else run
+    columns = [sort] if metrics is None and sort is not None else metrics.split(",") if metrics is not None else []
     with shell.repository() as repository:
         view = repository.view()
         snapshots = view.snapshots(run, None if everything else ("committed",))
         if run is not None:
             view.require_run(run, None)
-        if limit is not None:
-            snapshots = _newest(snapshots, limit)
+        _require_metrics([*columns, *filter(None, [sort])], snapshots)
+        snapshots = _chosen(snapshots, limit, sort, reverse=reverse)
         marks = {"superseded": view.superseded(), "damaged": _damaged(repository, snapshots)}
     marks["made_up"] = {s.id for s in snapshots if s.is_reconstructed}
     marks["unproven"] = {s.id for s in snapshots if s.unproven}
@@ -71,7 +89,13 @@ def log(
         marked = {mark: [s.id for s in snapshots if s.id in ids] for mark, ids in marks.items()}
         print_json({"snapshots": [snapshot_json(s) for s in snapshots], **marked})
     else:
-        _print_log(snapshots, marks)
+        _print_log(snapshots, marks, columns, by_run=sort is None)
+    _note_marks(marks, mirror)
+    return PARTIAL if note_unknown(view) or marks.get("mirror_unknown") else None
+
+
+def _note_marks(marks: dict[str, set[str]], mirror: str | None) -> None:
+    """Explain the marks of a log on stderr."""
     if marks["damaged"]:
         note(f"{counted(len(marks['damaged']), 'snapshot')} marked damaged: each {_DAMAGED}")
     if marks["made_up"]:
@@ -79,7 +103,6 @@ def log(
     if unknown := marks.get("mirror_unknown"):
         records = counted(len(unknown), "record")
         note(f"snapstore: warning: {mirror}: {records} of these snapshots unreadable or gone; run 'snapstore check'")
-    return PARTIAL if note_unknown(view) or unknown else None
 
 
 def _not_mirrored(here: View, snapshots: list[Snapshot], url: str) -> dict[str, set[str]]:
@@ -104,8 +127,29 @@ def _damaged(repository: Repository, snapshots: list[Snapshot]) -> set[str]:
     return repository.in_need_of_quarantined([s for s in snapshots if s.state in ("committed", "forgotten")])
 
 
+def _require_metrics(names: list[str], snapshots: list[Snapshot]) -> None:
+    """Raise NotFoundError unless each metric is one of some snapshot, if there are snapshots."""
+    there = sorted({name for s in snapshots for name in s.metrics})
+    for name in names:
+        if snapshots and name not in there:
+            raise NotFoundError(f"metric {quoted(name)}: no listed snapshot has it; metrics: {some(there) or 'none'}")
+
+
+def _chosen(snapshots: list[Snapshot], limit: int | None, metric: str | None, *, reverse: bool) -> list[Snapshot]:
+    """Return the last `limit` snapshots of every run; or, sorted by a metric, the first of every run.
+
+    If values are equal, the newer snapshot comes first. Snapshots without the metric, or with NaN, are last.
+    """
+    if metric is None:
+        return snapshots if limit is None else _newest(snapshots, limit)
+    best = KeepBest(metric, mode="max" if reverse else "min").ranked(snapshots)
+    ranked = {s.id for s in best}
+    best += [s for s in snapshots if s.id not in ranked]
+    return best if limit is None else _newest(best[::-1], limit)[::-1]
+
+
 def _newest(snapshots: list[Snapshot], limit: int) -> list[Snapshot]:
-    """Return the last `limit` snapshots of every run; the input is sorted by run and seq."""
+    """Return the last `limit` snapshots of every run, in their order."""
     left: dict[str, int] = {}
     chosen = []
     for snapshot in reversed(snapshots):
@@ -121,19 +165,29 @@ LOG_WIDTH = 80
 _MARKS = {"made_up": "reconstructed", "not_mirrored": "not mirrored", "mirror_unknown": "mirror unknown"}
 
 
-def _print_log(snapshots: list[Snapshot], marks: dict[str, set[str]]) -> None:
+def _print_log(
+    snapshots: list[Snapshot], marks: dict[str, set[str]], metrics: Sequence[str] = (), *, by_run: bool = True
+) -> None:
+    """Print a table.
+
+    Args:
+        metrics: a column for each; none: the metrics that fit are among the notes.
+        by_run: whether the rows are in the order of saves, so that a parent in the row above needs no note.
+    """
     if not snapshots:
         note("no snapshots")
         return
-    columns = ["snapshot", "id", "created", ">stored"]
+    columns = ["snapshot", "id", "created", ">stored", *(f">{name}" for name in metrics)]
     rows, notes = [], []
     for above, s in zip([None, *snapshots], snapshots, strict=False):
-        rows.append([s.ref, s.id[:8], local(s.created).rpartition(":")[0], human_bytes(s.stored_bytes)])
+        values = [f"{s.metrics[name]:.6g}" if name in s.metrics else "-" for name in metrics]
+        rows.append([s.ref, s.id[:8], local(s.created).rpartition(":")[0], human_bytes(s.stored_bytes), *values])
         marked = [s.state] if s.state != "committed" else []
         marked += [_MARKS.get(mark, mark) for mark, ids in marks.items() if s.id in ids]
-        notes.append([*marked, *(f"@{tag}" for tag in s.tags), *_parent(s, above)])
+        notes.append([*marked, *(f"@{tag}" for tag in s.tags), *(_parent(s, above) if by_run else [])])
     width = sum(max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True))
-    texts = [_fitting(words, s.metrics, LOG_WIDTH - width) for words, s in zip(notes, snapshots, strict=True)]
+    others = [{} if metrics else s.metrics for s in snapshots]
+    texts = [_fitting(words, values, LOG_WIDTH - width) for words, values in zip(notes, others, strict=True)]
     table([*columns, "notes"], [[*row, text] for row, text in zip(rows, texts, strict=True)])
 
 
@@ -156,7 +210,10 @@ def _fitting(words: list[str], metrics: dict[str, float], room: int) -> str:
 
 
 @verb()
-def show(shell: Shell, ref: Ref) -> int | None:
+def show(
+    shell: Shell,
+    ref: Annotated[str, typer.Argument(metavar="REF|RUN", help=f"{FORMS}; or a run: its newest snapshot.")],
+) -> int | None:
     """Show one snapshot: record, lineage, tensors, reasons to keep it.
 
     Exit code 3: other records are unreadable or gone, and may be of children or change the reasons.
@@ -165,6 +222,7 @@ def show(shell: Shell, ref: Ref) -> int | None:
         from ..inspect.plain_values import dotted
 
         view = repository.view()
+        ref = f"{ref}@latest" if ref in view.runs(states=None) else ref  # before ids: a date may be a run, and digits
         snapshot = view.resolve(ref, ("committed", "forgotten", "swept", "aborted"))
         held = snapshot.state in ("committed", "forgotten")  # a gc may have deleted the manifests of others
         snapshot, manifests, values = _contents(repository, snapshot) if held else (snapshot, [], [])

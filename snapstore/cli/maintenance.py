@@ -277,9 +277,9 @@ def _print_recode(result: RecodeResult) -> None:
 def copy(
     shell: Shell,
     to: Annotated[str, typer.Option("--to", metavar="URL", help="The destination; created if there is none.")],
-    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Copy these snapshots.")] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Copy these; default: all.")] = None,
     run: Annotated[str | None, typer.Option("--run", metavar="R", help="Copy a run.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Copy every committed snapshot.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Copy every committed snapshot, as by default.")] = False,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Rebuild no chunk; no save builds on these copies until proven.")
     ] = False,
@@ -291,8 +291,8 @@ def copy(
     interrupted copy to continue it. Safe beside running saves. Exit code 3: some snapshots could not be copied, or some
     records could not be read.
     """
-    if bool(refs) + (run is not None) + everything != 1:
-        raise UsageError("name snapshots, or pass --run R or --all: one of the three")
+    if bool(refs) + (run is not None) + everything > 1:
+        raise UsageError("name snapshots, or pass --run R or --all: at most one of the three; the default is --all")
     with shell.repository() as repository, spinner(f"copying to {to}"):
         result = repository.copy(refs or None, to=to, run=run, verify=not no_verify, dry_run=dry_run)
     names = ("copied", "present", "left_out", "failed", "unknown", "blobs", "read_bytes", "stored_bytes", "dry_run")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Name stdout in the errors of the block that prints; typer handles a closed pipe.
+    """Name stdout in the errors of the block that prints. A reader that has closed the pipe has read enough.
 
     Raises:
         OutputError: stdout cannot be written.
@@ -69,10 +70,18 @@ def writing() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise
+        discard_stdout()
     except OSError as error:
         text = f"stdout: cannot be written: {error.strerror}; what the verb has done stays done"
         raise OutputError(text) from error
+
+
+def discard_stdout() -> None:
+    """Discard what is still printed: after `snapstore show REF | head`, the verb ends with its own exit code."""
+    with suppress(OSError, ValueError):  # a test's stdout has no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -34,14 +34,19 @@ def _period(name: str) -> Any:
 def tag(shell: Shell, ref: Ref, name: Name) -> None:
     """Tag a snapshot, so that it is never forgotten.
 
-    If another snapshot of the run has the tag, the tag moves.
+    If another snapshot of the run has the tag, the tag moves, and the text says from where.
     """
     with shell.repository() as repository:
+        before = repository.view()
         snapshot = repository.tag(ref, name)
         if name not in snapshot.tags:
             text = f"{snapshot.ref}: another process gave {name} to another snapshot of the run at the same time"
             raise ConflictError(f"{text}; tag again to move it here")
-        _print_snapshot(shell, snapshot, f"is now tagged {name}")
+    holders = before.tagged(snapshot.run).get(name, [])  # the tag means the last of them
+    source = None if not holders or holders[-1].id == snapshot.id else holders[-1]
+    document = {"snapshot": snapshot_json(snapshot), "moved_from": source and snapshot_json(source)}
+    moved = f"; the tag moved from {source.ref} (id:{source.id[:12]})" if source else ""
+    shell.show(document, line, f"{snapshot.ref} (id:{snapshot.id[:12]}) is now tagged {name}{moved}")
 
 
 @verb()

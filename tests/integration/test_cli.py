@@ -662,6 +662,8 @@ def test_reconstructed_records_are_marked(series):
 @pytest.mark.parametrize("ref", ["exp@99", "exp@tag", "none@1", "id:ffffffff", "id:xyz", "exp", "@", ""])
 @pytest.mark.parametrize("verb", [["show"], ["restore", "-o", "x.pt"], ["tag", "t"], ["forget"], ["unforget"]])
 def test_unknown_references(series, verb, ref):
+    if (verb, ref) == (["show"], "exp"):
+        ref = "none"  # `show` takes the name of a run
     assert "reference" in series.fails(verb[0], *verb[1:-1], *([verb[-1]] if len(verb) == 3 else []), ref,
                                        *(["t"] if verb == ["tag", "t"] else []))  # fmt: skip
 
@@ -767,11 +769,17 @@ def test_stats(series):
 
 def test_tags(series):
     tagged = series.json("tag", "exp@1", "good")
-    assert set(tagged) == {"snapshot"}
+    assert set(tagged) == {"snapshot", "moved_from"}
     assert tagged["snapshot"]["tags"] == ["good"]
+    assert tagged["moved_from"] is series.json("tag", "exp@1", "good")["moved_from"] is None  # it stays
+    exp = {step: series.json("show", f"exp@{step}")["snapshot"] for step in (1, 2)}
     assert "is tagged good" in series.fails("forget", "exp@1")
-    assert "now tagged" in series("tag", "exp@2", "good").stdout  # moves
+    ids = {step: exp[step]["id"][:12] for step in exp}
+    moved = f"exp@2 (id:{ids[2]}) is now tagged good; the tag moved from exp@1 (id:{ids[1]})\n"
+    assert series("tag", "exp@2", "good").stdout == moved
     assert series.json("show", "exp@good")["snapshot"]["step"] == 2
+    assert series.json("tag", "exp@1", "good")["moved_from"]["id"] == exp[2]["id"]
+    assert series("tag", "exp@2", "good").stdout == moved
     assert "no tag 'bad'" in series.fails("untag", "exp@2", "bad")
     assert "no tag 'bad'" in series.fails("untag", "exp@2", "bad", "-n")
     assert "would no longer" in series("untag", "exp@2", "good", "-n").stdout
@@ -1437,8 +1445,8 @@ def test_a_reader_that_has_had_enough(series):
     ) as child:  # fmt: skip
         child.stdout.close()
         errors = child.stderr.read()
-    assert child.returncode == 1
-    assert "Traceback" not in errors
+    assert child.returncode == 0
+    assert errors == ""
 
 
 @pytest.mark.sampled(1)

@@ -33,6 +33,7 @@ from ..format.keys import parse_record_key, record_key, records_prefix
 from ..format.manifests import manifest
 from ..format.manifests.manifest import ManifestHeader
 from ..format.records import Config, ManifestRef, Snapshot
+from ..storage import progress
 from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.cache_dir import shrink
 from ..text import log
@@ -162,6 +163,7 @@ class Index:
         damaged: dict[str, str] = {}
         unread: dict[str, str] = {}
         wanted = iter(sorted(infos))
+        progress.expect(sum(info.size_bytes for info in infos.values()))
         while keys := list(islice(wanted, RECORDS_IN_MEMORY)):
             fresh: dict[str, bytes] = {}
             for key, (data, took_s) in zip(keys, _in_threads(self._timed_record, keys), strict=True):
@@ -232,7 +234,9 @@ class Index:
     def _timed_record(self, key: str) -> tuple[bytes | SnapstoreError, float]:
         """Return (`_get_record`, how long it took [s])."""
         began = time.monotonic()
-        return self._get_record(key), time.monotonic() - began
+        data = self._get_record(key)
+        progress.advance(len(data) if isinstance(data, bytes) else 0)
+        return data, time.monotonic() - began
 
     def _get_record(self, key: str) -> bytes | SnapstoreError:
         """Return the bytes of a record, or the error of reading it; raises as `_tried` does."""

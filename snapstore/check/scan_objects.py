@@ -37,6 +37,7 @@ from ..format.manifests.rank_checks import RankCheck, check_roots
 from ..format.manifests.tensor_layout import check_layouts
 from ..format.records import COMMITTED, FORGOTTEN, Lost, ManifestList, ManifestRef, Snapshot
 from ..protocol.session import PROVE
+from ..storage import progress
 from ..text import some, strip_hint
 from .damaged_packs import DamagedPacks, check_tree
 from .report import COPY, DROP, GC, REPAIR, REPAIR_CHUNKS, CheckResult, Findings, stand_in
@@ -124,15 +125,16 @@ class _ObjectScanner:
 
     def scan(self, share: float, subset: tuple[int, int]) -> ScanResult:
         """Read everything that the level asks for."""
-        packs, packs_read = self._read_packs(share, subset)
         snapshots = View(self._ruling.values(), {}, []).snapshots(states=_STATES)
-        if self._level == "restore":
-            for snapshot in reversed(snapshots):
-                with suppress(*DAMAGE):  # remembers the good chains, also chains of older snapshots
-                    manifests = (m for _, m in all_manifests(snapshot, self._read))
-                    failures = partial(self._rebuilder.failures, snapshot.ref, packs=self._packs, prove=True)
-                    if not [row for m in manifests for row in failures(m=m)]:
-                        self._proven.add(snapshot.id)
+        rebuilt = snapshots[::-1] if self._level == "restore" else []
+        proving = progress.through(rebuilt, lambda snapshot: snapshot.logical_bytes)  # they count from the beginning
+        packs, packs_read = self._read_packs(share, subset)
+        for snapshot in proving:
+            with suppress(*DAMAGE):  # remembers the good chains, also chains of older snapshots
+                manifests = (m for _, m in all_manifests(snapshot, self._read))
+                failures = partial(self._rebuilder.failures, snapshot.ref, packs=self._packs, prove=True)
+                if not [row for m in manifests for row in failures(m=m)]:
+                    self._proven.add(snapshot.id)
         needed = set(self._records.quarantined)
         for snapshot in snapshots:
             keys = self._scan_snapshot(snapshot)
@@ -202,7 +204,7 @@ class _ObjectScanner:
                 wanted = max(1, round(share * len(keys))) if keys else 0
                 keys = random.SystemRandom().sample(keys, wanted)  # the program's generator stays as it is
         chosen = sorted(self._records.quarantined.union(keys))
-        for key in chosen:
+        for key in progress.through(chosen, lambda key: self._sizes.get(key, 0)):
             try:
                 read_again(self._store, key, partial(self._read_pack, key))
             except NotFoundError:

@@ -26,6 +26,7 @@ from ..format.blobs import pack
 from ..format.keys import pack_key
 from ..format.manifests.chunk_table import ChunkTable
 from ..state.values.arrays import Memory
+from ..storage import progress
 from ..storage.base import GetRanges
 from ..text import strip_hint
 from ..threads import Gate, Pending, Threads
@@ -93,11 +94,12 @@ class ChunkReader:
 
     Args:
         engine: decodes all chunks; None: each chunk is decoded by the engine of its memory.
+        counts: whether its bytes are progress of the running verb; False: they are a part of other work.
     """
 
-    def __init__(self, context: Context, engine: Engine | None = None) -> None:
+    def __init__(self, context: Context, engine: Engine | None = None, *, counts: bool = True) -> None:
         self._store, self._engines = context.store, context.engines
-        self._engine = engine
+        self._engine, self._counts = engine, counts
         self._readers: Threads | None = None
         self._opened: set[str] = set()  # packs that have been opened ahead
         self._spare: list[Bytes] = []  # buffers of the CPU engine, which has no pool as others do
@@ -229,6 +231,8 @@ class ChunkReader:
         begun, wait = decoding[0]
         wait()
         decoding.popleft()
+        if self._counts:
+            progress.advance(int(begun.batch.outs.lengths.sum()))
         if isinstance(begun.engine, CpuEngine):
             self._spare.append(begun.buffer)
         else:

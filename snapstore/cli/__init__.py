@@ -4,7 +4,7 @@ Read app.py first. A fast start is a feature: a verb imports what it needs when 
 store, and only `save`, `restore`, `import`, `export`, `diff` and `doctor` import torch.
 
 app.py           the typer app, and the options, exit codes and errors that all verbs share
-output.py        print JSON documents, tables and lines on stdout; notes and a spinner on stderr
+output.py        print JSON documents, tables and lines on stdout; notes and progress on stderr
 save_restore.py  init, save and restore
 inspect.py       log, show, diff and stats
 transfer.py      import and export

@@ -1,4 +1,4 @@
-"""Print JSON documents, tables and lines on stdout; notes and a spinner on stderr.
+"""Print JSON documents, tables and lines on stdout; notes and progress on stderr.
 
 Strings from a repository are not trusted: `text.printable` escapes their control characters and line ends; JSON escapes
 them itself. Without a terminal, tables are as wide as they need to be: no column wraps or is cut in a pipe.
@@ -11,7 +11,9 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,15 +21,21 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OutputError
 from ..retention import utc
 from ..state.values.containers import step
-from ..text import counted, printable, some
+from ..storage import progress
+from ..text import counted, human_bytes, printable, some
 
 if TYPE_CHECKING:
     from ..catalog.history import View
     from ..convert import Exported
     from ..format.records import Snapshot
+    from ..storage.progress import Progress
 
-#: The spinner appears only after this time [s].
-SPINNER_AFTER_S = 1.0
+#: On a terminal, the progress appears after this time [s]; elsewhere, a line of it is printed this often [s].
+SPINNER_AFTER_S, LINE_EVERY_S = 1.0, 30.0
+#: The rate is that of so many last seconds.
+RATE_OVER_S = 10.0
+#: On a terminal, the line is rewritten this often.
+SIGNS_PER_S = 8
 
 #: Longer tables are printed without rich, which needs more than a second for a thousand rows.
 RICH_ROWS = 200
@@ -214,15 +222,79 @@ def _rich_table(names: Sequence[str], right: Sequence[bool], cells: Sequence[Seq
 
 @contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """Show a spinner on a terminal while the block runs, after its first second."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
+    """Show how far the block is, after its first second: on a terminal in one line, else in a line now and then."""
+    with progress.shown() as counted_bytes:
+        line_of = ProgressLine(printable(text), counted_bytes)
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            with _rewritten_line(line_of):
+                yield
+        else:
+            with _lines_now_and_then(line_of):
+                yield
 
-    console = Console(stderr=True, markup=False)
-    status = console.status(printable(text), spinner="dots" if console.encoding.startswith("utf") else "line")
-    timer = threading.Timer(SPINNER_AFTER_S, status.start)
+
+class ProgressLine:
+    """Says how far a verb is: "restoring exp@3: 1.2GB of 3.4GB (35 %), 210.3MB/s, 11 s left"."""
+
+    def __init__(self, text: str, counted_bytes: Progress) -> None:
+        self._text, self._bytes = text, counted_bytes
+        self._began_s = time.monotonic()
+        self._seen = deque([(self._began_s, 0)])  # (time, bytes done) of RATE_OVER_S, and the last one before
+
+    def __call__(self) -> str:
+        """Return the line as it is now; any thread may call this, one at a time."""
+        now_s, done, total = time.monotonic(), self._bytes.done_bytes, self._bytes.total_bytes
+        self._seen.append((now_s, done))
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - RATE_OVER_S:
+            self._seen.popleft()
+        (then_s, before), words = self._seen[0], []
+        if done or total:
+            rate = (done - before) / max(now_s - then_s, 1e-9)
+            is_share = 0 < total >= done
+            words.append(human_bytes(done) + (f" of {human_bytes(total)} ({done / total:.0%})" if is_share else ""))
+            words.append(f"{human_bytes(rate)}/s")
+            if is_share and rate > 0:
+                words.append(f"{_duration((total - done) / rate)} left")
+        else:
+            words.append(_duration(now_s - self._began_s))
+        if (retrying := progress.retrying()) is not None:
+            words.append(f"retrying {retrying[0]} since {_duration(retrying[1])}")
+        return f"{self._text}: {', '.join(words)}"
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in whole seconds, minutes or hours."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+@contextmanager
+def _rewritten_line(line_of: Callable[[], str]) -> Iterator[None]:
+    """Show a line on the terminal, and rewrite it; it is gone at the end."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    is_utf = console.encoding.startswith("utf")
+    signs = Spinner("dots" if is_utf else "line").frames
+
+    def drawn() -> Text:
+        sign = signs[int(SIGNS_PER_S * time.monotonic()) % len(signs)]
+        return Text(f"{sign} {line_of()}", no_wrap=True, overflow="ellipsis" if is_utf else "crop")
+
+    # rich sends what is printed meanwhile to the console, above the line: right only if stdout is a terminal as well
+    live = Live(
+        get_renderable=drawn,
+        console=console,
+        transient=True,
+        refresh_per_second=SIGNS_PER_S,
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    timer = threading.Timer(SPINNER_AFTER_S, live.start)
     timer.daemon = True
     timer.start()
     try:
@@ -230,4 +302,22 @@ def spinner(text: str) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        status.stop()
+        live.stop()
+
+
+@contextmanager
+def _lines_now_and_then(line_of: Callable[[], str]) -> Iterator[None]:
+    """Print a line on stderr every LINE_EVERY_S."""
+    ended = threading.Event()
+
+    def print_lines() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            note(f"snapstore: {line_of()}")
+
+    thread = threading.Thread(target=print_lines, name="snapstore-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..storage import progress
 from ..text import counted, human_bytes
 from .app import PerRank, Place, Ref, Shell, UsageError, per_rank_of, size_of, verb
 from .output import fields_json, line, note_changes, print_json, snapshot_json, spinner
@@ -80,10 +81,11 @@ def save(
         raise UsageError("no file named; pass FILE or DIR")
     metrics, path = _metrics(metric or []), Path(expand_home(file))
     with shell.repository() as repository:
+        from ..convert.checkpoint import size_of as size_of_source
         from ..convert.importing import save_file
         from ..state.folder import pack_folder
 
-        with spinner(f"saving {path}"):
+        with spinner(f"saving {path}"), progress.whole(size_of_source(path)):
             is_folder = path.is_dir()
             if follow_links and not is_folder:
                 raise UsageError(f"--follow-links: {path} is not a folder")
@@ -180,7 +182,7 @@ def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> boo
     if not is_folder(tensors):
         return False
     snapshot = tensors.snapshot
-    with spinner(f"restoring {snapshot.ref}"):
+    with spinner(f"restoring {snapshot.ref}"), progress.whole(snapshot.logical_bytes):
         done = unpack_folder(tensors, output)
     document = {"snapshot": snapshot_json(snapshot), "folder": str(output), "files": done.files, "bytes": done.nbytes}
     what = f"{counted(done.files, 'file')}, {human_bytes(done.nbytes)}"

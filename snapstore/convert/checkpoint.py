@@ -138,6 +138,11 @@ def versions(source: Path, names: Iterable[str] | None = None) -> dict[str, tupl
     return found
 
 
+def size_of(source: Path) -> int:
+    """Return the size of all files of a checkpoint that can be read [bytes]."""
+    return sum(version[1] for version in versions(source).values() if version)
+
+
 def require_unchanged(source: Path, before: dict[str, tuple[int, int, int] | None]) -> None:
     """Raise InvalidInputError if a file has changed since `versions` looked: its tensors may be of two checkpoints."""
     now = versions(source, before)

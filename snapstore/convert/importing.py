@@ -23,9 +23,10 @@ from ..repository import Repository
 from ..save.inputs import SaveRequest, is_stream
 from ..save.pipeline import save
 from ..save.streaming import inputs_of_state
+from ..storage import progress
 from ..text import some
 from . import files
-from .checkpoint import Checkpoint, fingerprint, noted, require_unchanged, step_in, versions
+from .checkpoint import Checkpoint, fingerprint, noted, require_unchanged, size_of, step_in, versions
 from .dcp_folder import is_dcp, open_dcp
 from .hf_folder import is_hf, open_hf
 from .lazy_state import inputs_of_lazy, require_bounded_inputs
@@ -140,7 +141,7 @@ def _import(
 ) -> Iterator[Imported]:
     view = repository.view()
     there = {snapshot.step: snapshot for snapshot in view.snapshots(run)}
-    for step, path, kind in ordered:
+    for step, path, kind in progress.through(ordered, lambda source: size_of(source[1])):
         source = fingerprint(path)
         if step in there:
             differs = noted(there[step], "imported").get("source") not in (None, source)

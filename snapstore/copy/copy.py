@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -55,6 +56,7 @@ from ..protocol.revisions import create, retry_conflicts, same_content
 from ..protocol.same_repository import confirmed
 from ..protocol.session import SaveSession
 from ..save.known_chunks import load_bases
+from ..storage import progress
 from ..text import brief, human_bytes, log
 from .moving import Moved, move
 
@@ -122,13 +124,19 @@ def copy(
     copier.is_one_pass, copier.verify = True, verify
     result = copier.result
     result.unknown, result.dry_run = unknown, dry_run
-    for snapshot in in_order(snapshots):
+    for snapshot in progress.through(in_order(snapshots), partial(_work_bytes, verify=verify)):
         try:
             copier.copy(snapshot, named=named)
         except (*UNCOPIED, AlreadyExistsError, ConflictError) as error:  # a new session may be "taken"
             log.info("run=%s step=%d: copy failed: %s", snapshot.run, snapshot.step, error)
             result.failed.append((snapshot, f"{snapshot.ref}: {str(error).removeprefix(f'{snapshot.ref}: ')}"))
     return result
+
+
+def _work_bytes(snapshot: Snapshot, *, verify: bool) -> int:
+    """Return about how many bytes a copy reads of a snapshot, and rebuilds, if the snapshots before it are there."""
+    new = snapshot.logical_bytes * snapshot.new_chunks // max(snapshot.chunks, 1)
+    return snapshot.stored_bytes + (new if verify else 0)
 
 
 def require_same_seed(source: Context, target: Context) -> None:

@@ -40,6 +40,7 @@ from ..format.records import ManifestRef
 from ..rewrite.stored_blobs import batches, stored_of
 from ..save.known_chunks import AnySession, Bases
 from ..save.manifest_writer import Written
+from ..storage import progress
 from ..storage.base import ObjectStore
 from ..text import strip_hint
 from ..threads import Threads
@@ -226,6 +227,7 @@ class _Mover:
                 groups = self._keys[chosen] >> OFFSET_BITS
                 for pack, data in self._read_packs(np.unique(groups).tolist(), names, readers):
                     self.moved.read_bytes += len(data)
+                    progress.advance(len(data))
                     here = groups == pack
                     self._move(part.manifest.table, refs[here], chosen[here], data, pack_key(names[pack]))
                     self._session.heartbeat()

@@ -41,6 +41,7 @@ from ..errors import (
 from ..format import records
 from ..format.keys import notes_of_gc
 from ..format.records import FORGOTTEN, SWEPT, Done, Mark, Wait
+from ..storage import progress
 from ..storage.base import ObjectInfo, ObjectStore
 from ..text import brief, counted, some, strip_hint
 from ..threads import Threads
@@ -222,8 +223,9 @@ class _Gc:
         except NotFoundError:
             return True  # another gc has completed this mark; the objects that it kept may be live by now
         keys = sorted(doomed)
-        for first in range(0, len(keys), DELETED_AT_ONCE):
-            self.store.delete(keys[first : first + DELETED_AT_ONCE])
+        batches = [keys[first : first + DELETED_AT_ONCE] for first in range(0, len(keys), DELETED_AT_ONCE)]
+        for batch in progress.through(batches, lambda batch: sum(sizes[key] for key in batch)):
+            self.store.delete(batch)
         deleted_bytes = sum(sizes[key] for key in doomed)
         self.result.deleted_objects += len(doomed)
         self.result.deleted_bytes += deleted_bytes

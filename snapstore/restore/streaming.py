@@ -22,6 +22,7 @@ from ..state.fill.fit import Fit
 from ..state.tree.decode import ELSEWHERE
 from ..state.values.containers import CONTAINERS, Path, children, display, leaves
 from ..state.values.tensors import Slot, StoredPart, TensorSpec, family
+from ..storage import progress
 from .manifests import decoding_of
 from .overlaps import Overlap, dim_orders_of
 from .pipeline import deleted_meanwhile, load, opened, require_decoding_of, ruling_now
@@ -211,6 +212,8 @@ class TensorReader:
             CapabilityError: there is no memory for a tensor.
         """
         number = 0
+        every = [overlap for found in self._overlaps.values() for overlap in found]
+        progress.expect(sum(overlap.nbytes for overlap in every if overlap.stored.chunks))
         try:
             while number < len(self._groups):
                 try:

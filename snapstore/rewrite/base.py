@@ -44,6 +44,7 @@ from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef, Snapshot
 from ..protocol.claim import Claim
 from ..protocol.revisions import is_ruling, retry_conflicts, same_content
+from ..storage import progress
 from ..text import counted, log
 from .roots import ReplacedManifests, new_roots
 from .shared_manifests import Replacements, beside, put_list
@@ -191,9 +192,9 @@ class Rewriting(ABC):
 
     # -- one snapshot
 
-    def run(self, snapshots: Iterable[Snapshot]) -> None:
+    def run(self, snapshots: Sequence[Snapshot]) -> None:
         """Rewrite snapshots. One that cannot be rewritten is noted; the others are rewritten."""
-        for snapshot in snapshots:
+        for snapshot in progress.through(snapshots, lambda snapshot: snapshot.stored_bytes):
             try:
                 self.rewrite_one(snapshot)
             except (*DAMAGE, ConflictError) as error:

@@ -29,6 +29,7 @@ from ..format.manifests.chunk_table import ChunkTable
 from ..format.manifests.delta_chain import BlobKey, Place
 from ..format.manifests.manifest import Manifest
 from ..format.records import ManifestRef, Snapshot
+from ..storage import progress
 from ..text import log, strip_hint
 from ..threads import Threads
 from .base import Rewriting, StaleManifest, Work
@@ -199,6 +200,7 @@ class BlobRewriting(Rewriting):
         reads, positions, size = pack.plan_reads(np.array([numbers[name] for name in packs]), offsets, lengths)
         stored = np.empty(size, np.uint8).data
         self.bytes_read += size
+        progress.advance(size)
 
         def fill(some: Sequence[pack.RangeRead]) -> None:
             for one in some:

@@ -37,6 +37,7 @@ from ..format.manifests.manifest import Manifest
 from ..format.records import COMMITTED, Snapshot
 from ..protocol.notes import in_quarantine
 from ..protocol.revisions import CONFLICT_ATTEMPTS
+from ..storage import progress
 from ..text import brief, log
 from .base import NewTable, StaleManifest, Work, moved, target_of
 from .blob_rewriting import BlobRewriting
@@ -111,7 +112,8 @@ def compact(
             break  # the unreadable manifests were not replaced and collected meanwhile: they are damaged
     before = needed_bytes(context, view)
     with _Compacting(context, live, max_repack_bytes, dry_run) as compacting:
-        plan = compacting.choose(view)
+        with progress.whole(0):  # the samples that it reads are no part of what is rewritten
+            plan = compacting.choose(view)
         sound = [s for s in chosen if s.id not in live.damaged]
         if plan.cuts or plan.emptied:
             compacting.run(sound)

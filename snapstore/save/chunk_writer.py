@@ -33,6 +33,7 @@ from ..format.manifests.boxes import cut, strip_start
 from ..state.values.arrays import Memory
 from ..state.values.held_array import changed
 from ..state.values.tensors import TensorSpec
+from ..storage import progress
 from ..text import log
 from ..threads import Gate
 from .inputs import TensorInput
@@ -448,7 +449,7 @@ class ChunkWriter:
             memory = batch.engine.empty(int(rooms.sum()))
             wanted = Wanted(self.bases.table, self.bases.packs, candidates[rows], memory, places)
             try:
-                for _ in ChunkReader(self._context).rebuild([wanted]):
+                for _ in ChunkReader(self._context, counts=False).rebuild([wanted]):
                     self._session.heartbeat()
             except (*DAMAGE, StorageError, CapabilityError) as error:  # an ANS blob without a GPU cannot be read either
                 if candidates[rows][0] < self.bases.count:
@@ -465,6 +466,7 @@ class ChunkWriter:
         encoding, examined = self._encoding[0], self._encoding[0].examined
         made = _waited(encoding.wait, examined.runs)
         self._encoding.popleft()
+        progress.advance(int(encoding.rows.lengths.sum()))
         self.packs.begin(*examined.part)
         at = 0
         for encoded in made:

@@ -4,6 +4,7 @@ Read base.py first: `ObjectStore` is the protocol that all stores implement and 
 is opened by its URL.
 
 base.py             ObjectStore: key -> bytes
+progress.py         how many bytes the running verb is through, and since when a store has not answered
 urls.py             open the store that a URL names
 local.py            a directory as a store
 atomic_write.py     a file gets its name only when it is complete and durable

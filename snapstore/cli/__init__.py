@@ -4,12 +4,13 @@ Read app.py first. A fast start is a feature: a verb imports what it needs when 
 store, and only `save`, `restore`, `import`, `export`, `diff` and `doctor` import torch.
 
 app.py           the typer app, and the options, exit codes and errors that all verbs share
+completers.py    complete runs, references, tags and metrics in bash, zsh and fish
 output.py        print JSON documents, tables and lines on stdout; notes and progress on stderr
 save_restore.py  init, save and restore
 inspect.py       log, show, diff and stats
 transfer.py      import and export
 retention.py     tag, untag, forget, unforget and gc
-maintenance.py   check, repair, compact, recode, copy, index, doctor and demo
+maintenance.py   check, repair, compact, recode, copy, index, doctor, completion and demo
 planning.py      estimate
 doctor/          the tests of a machine and of a place
 """
@@ -21,10 +22,20 @@ import os
 import signal
 import sys
 
-from . import inspect, maintenance, planning, retention, save_restore, transfer
+from . import completers, inspect, maintenance, planning, retention, save_restore, transfer
 from .app import commands
 
-__all__ = ["commands", "inspect", "main", "maintenance", "planning", "retention", "save_restore", "transfer"]
+__all__ = [
+    "commands",
+    "completers",
+    "inspect",
+    "main",
+    "maintenance",
+    "planning",
+    "retention",
+    "save_restore",
+    "transfer",
+]
 
 
 def main() -> None:
@@ -36,4 +47,6 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name that the locale lacks is no error
     # SIGTERM would end the process between writing a file and naming it; as an exception it lets `finally` clean up.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if completers.VARIABLE in os.environ:
+        completers.begin()
     commands(prog_name="snapstore")

@@ -1,6 +1,6 @@
 """The parts that all verbs share: the typer app, options that may stand before or after the verb, errors, exit codes.
 
-A verb is a function of a `Shell` and its own options, registered by `@verb()`. It prints its data to stdout and
+A verb is a function of a `Shell` and its own options, registered by `@verb(example)`. It prints its data to stdout and
 returns its exit code (None: 0). It raises errors; a traceback reaches the user only with -v.
 """
 
@@ -31,6 +31,7 @@ from ..errors import (
     UnknownFormatError,
 )
 from ..text import printable
+from . import completers
 from .output import discard_stdout, note, print_json, writing
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ VERBS = (
     "estimate",
     "index",
     "doctor",
+    "completion",
     "demo",
 )
 
@@ -229,14 +231,21 @@ def _before_the_verb(
 ) -> None:
     """Keep the history of training state: snapshots, deltas, retention.
 
+    Example: snapstore log exp --repo /data/snapshots
+
     Every verb takes --repo, --json and -v as well. Exit codes: 0 ok, 1 error, 2 usage, 3 partial, 10 no repository,
     11 busy, 20 corruption found, 130 interrupted.
     """
     ctx.obj = Shell(repo, as_json, verbose)
 
 
-def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
-    """Register a function as the verb with its name, without a trailing `_`; `settings` go to `Typer.command`."""
+def verb(example: str, **settings: Any) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """Register a function as the verb with its name, without a trailing `_`.
+
+    Args:
+        example: a command line, for its `--help`.
+        settings: for `Typer.command`.
+    """
 
     def register(function: Callable[..., int | None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -248,6 +257,9 @@ def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[...,
                 raise typer.Exit(code)
 
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+        for parameter in own:
+            about = parameter.annotation.__metadata__[-1]
+            about.autocompletion = completers.BY_METAVAR.get(about.metavar)
         keyword = inspect.Parameter.KEYWORD_ONLY
         shared = [
             inspect.Parameter("ctx", keyword, annotation=typer.Context),
@@ -258,7 +270,8 @@ def verb(**settings: Any) -> Callable[[Callable[..., int | None]], Callable[...,
         parameters = [parameter.replace(kind=keyword) for parameter in own] + shared
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        commands.command(function.__name__.rstrip("_"), **settings)(run)
+        epilog = f"\b\nExample:\n  {example}"  # \b: typer wraps no line of this paragraph
+        commands.command(function.__name__.rstrip("_"), epilog=epilog, **settings)(run)
         return run
 
     return register

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     Contents = tuple[Snapshot, list[Manifest], list[tuple[Any, Any]]]
 
 
-@verb()
+@verb("snapstore log exp --sort loss --metrics loss,lr")
 def log(
     shell: Shell,
     name: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Only this run; default: all runs.")] = None,
@@ -209,7 +209,7 @@ def _fitting(words: list[str], metrics: dict[str, float], room: int) -> str:
     return text
 
 
-@verb()
+@verb("snapstore show exp@latest")
 def show(
     shell: Shell,
     ref: Annotated[str, typer.Argument(metavar="REF|RUN", help=f"{FORMS}; or a run: its newest snapshot.")],
@@ -391,7 +391,7 @@ def _depth(path: Any) -> int:
     return 0 if path is None else 1 + _depth(path[0])
 
 
-@verb()
+@verb("snapstore diff exp@100 exp@200")
 def diff(
     shell: Shell,
     a: Annotated[str, typer.Argument(metavar="A")],
@@ -459,7 +459,7 @@ def _form(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-@verb()
+@verb("snapstore stats --json")
 def stats(shell: Shell) -> int | None:
     """Count snapshots, chunks, and bytes by group and codec.
 

@@ -1,4 +1,4 @@
-"""The verbs check, repair, compact, recode, copy, index, doctor and demo: verify, repair, rewrite, copy."""
+"""The verbs check, repair, compact, recode, copy, index, doctor, completion and demo."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 
 from ..errors import CapabilityError
 from ..text import counted, human_bytes, some
+from . import completers
 from .app import CORRUPT, ERROR, PARTIAL, DryRun, Place, Shell, UsageError, size_of, verb
 from .output import fields_json, line, note, note_left_out, note_unknown, print_json, spinner
 
@@ -51,7 +52,7 @@ class _OptionalValue(TyperCommand):
         return super().parse_args(ctx, [f"{arg}={ALL}" if arg == "--read-data" else arg for arg in joined])
 
 
-@verb(cls=_OptionalValue)
+@verb("snapstore check --read-data=10%", cls=_OptionalValue)
 def check(
     shell: Shell,
     read_data: Annotated[
@@ -136,7 +137,7 @@ def _names(snapshots: Sequence[Snapshot]) -> str:
     return ", ".join(f"{s.ref} (id:{s.id[:8]})" for s in snapshots)
 
 
-@verb()
+@verb("snapstore repair --level restore")
 def repair(
     shell: Shell,
     apply: Annotated[bool, typer.Option("--apply", help="Repair; without it, only print what would be done.")] = False,
@@ -195,7 +196,7 @@ def _print_repair(report: RepairResult) -> None:
         note("nothing was done; pass --apply to do it" if to_do else "nothing was done")
 
 
-@verb()
+@verb("snapstore compact --max-repack-size 10G")
 def compact(
     shell: Shell,
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Only these; default: all.")] = None,
@@ -236,7 +237,7 @@ def _print_failed(failed: Sequence[tuple[Snapshot, str]]) -> None:
         line(f"failed: {message} (id:{snapshot.id[:12]})")
 
 
-@verb()
+@verb("snapstore recode --all --codec portable")
 def recode(
     shell: Shell,
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Rewrite these snapshots.")] = None,
@@ -273,7 +274,7 @@ def _print_recode(result: RecodeResult) -> None:
         note("'snapstore gc' frees the old bytes")
 
 
-@verb()
+@verb("snapstore copy --run exp --to s3://bucket/backup")
 def copy(
     shell: Shell,
     to: Annotated[str, typer.Option("--to", metavar="URL", help="The destination; created if there is none.")],
@@ -309,7 +310,7 @@ def _print_copy(result: CopyResult) -> None:
         note(f"{counted(len(result.left_out), 'snapshot')} left out: the destination has forgotten them; name them")
 
 
-@verb()
+@verb("snapstore index rebuild")
 def index(
     shell: Shell,
     action: Annotated[Literal["rebuild"], typer.Argument(metavar="rebuild", help="Build the index from the objects.")],
@@ -328,7 +329,7 @@ def index(
     return PARTIAL if note_unknown(view) else None
 
 
-@verb()
+@verb("snapstore doctor s3://bucket/snapshots")
 def doctor(
     shell: Shell,
     place: Place = None,
@@ -351,13 +352,32 @@ def _print_findings(findings: Sequence[Finding]) -> None:
         line(f"{sign:<4} {finding.name:<{width}}  {finding.message}")
 
 
+@verb('eval "$(snapstore completion bash)"')
+def completion(
+    shell: Shell,
+    of: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="bash|zsh|fish", help="Your shell.")],
+) -> None:
+    """Print a script that lets your shell complete verbs, options, runs, steps, tags and metrics.
+
+    Put the line of the example into ~/.bashrc; for zsh into ~/.zshrc, after compinit. For fish, put into config.fish:
+    snapstore completion fish | source
+    """
+    script = completers.script(of)
+    shell.show({"shell": of, "script": script}, _print_script, script)
+
+
+def _print_script(script: str) -> None:
+    for text in script.splitlines():
+        line(text)
+
+
 def _demo_script() -> Path | None:
     """Return the demo of a source checkout; an installed package has none."""
     script = Path(__file__).resolve().parents[2] / "tools" / "demo.py"
     return script if script.is_file() and script.with_name("train_gpt.py").is_file() else None
 
 
-@verb(hidden=_demo_script() is None)
+@verb("snapstore demo --keep /tmp/demo", hidden=_demo_script() is None)
 def demo(
     shell: Shell,
     keep: Annotated[

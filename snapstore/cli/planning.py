@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _RATES = ("write", "read", "encode", "decode", "copy")
 
 
-@verb()
+@verb("snapstore estimate --params 7e9 --ranks 8 --step-time 2")
 def estimate(
     shell: Shell,
     params: Annotated[str, typer.Option("--params", metavar="N", help="Parameters, such as 7e9, 350M or 7B.")],

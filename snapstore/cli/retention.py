@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..repository import Repository
     from ..retention import Policy
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The tag.")]
+Name = Annotated[str, typer.Argument(metavar="TAG", help="The tag.")]
 _BEST = "Keep the N best steps (default 1) by a metric; smaller is better, unless max. May be repeated."
 _WITHIN = "Keep snapshots at most this much older than the newest: 90s, 30m, 12h, 7d, 1d12h."
 
@@ -30,7 +30,7 @@ def _period(name: str) -> Any:
     return typer.Option(metavar="N", help=text)
 
 
-@verb()
+@verb("snapstore tag exp@best:loss paper")
 def tag(shell: Shell, ref: Ref, name: Name) -> None:
     """Tag a snapshot, so that it is never forgotten.
 
@@ -49,7 +49,7 @@ def tag(shell: Shell, ref: Ref, name: Name) -> None:
     shell.show(document, line, f"{snapshot.ref} (id:{snapshot.id[:12]}) is now tagged {name}{moved}")
 
 
-@verb()
+@verb("snapstore untag exp@paper paper")
 def untag(shell: Shell, ref: Ref, name: Name, dry_run: DryRun = False) -> None:
     """Take a tag off a snapshot."""
     with shell.repository() as repository:
@@ -62,7 +62,7 @@ def untag(shell: Shell, ref: Ref, name: Name, dry_run: DryRun = False) -> None:
         _print_snapshot(shell, snapshot, f"would no longer be tagged {name}")
 
 
-@verb()
+@verb("snapstore unforget exp@100")
 def unforget(shell: Shell, ref: Ref) -> None:
     """Bring back a forgotten snapshot that no gc has collected."""
     with shell.repository() as repository:
@@ -73,7 +73,7 @@ def _print_snapshot(shell: Shell, snapshot: Snapshot, what: str) -> None:
     shell.show({"snapshot": snapshot_json(snapshot)}, line, f"{snapshot.ref} (id:{snapshot.id[:12]}) {what}")
 
 
-@verb()
+@verb("snapstore forget --run exp --keep-last 3 --keep-best loss")
 def forget(
     shell: Shell,
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Forget these snapshots.")] = None,
@@ -202,7 +202,7 @@ _FENCE = re.compile(r"(\d{1,9})([smhdw]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
-@verb()
+@verb("snapstore gc --dry-run")
 def gc(
     shell: Shell,
     dry_run: DryRun = False,

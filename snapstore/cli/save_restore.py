@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..state.fill.fit import Fit
 
 
-@verb()
+@verb("snapstore init /data/snapshots")
 def init(
     shell: Shell,
     place: Place = None,
@@ -47,7 +47,7 @@ def init(
         shell.show(document, line, f"created a repository at {repository.url}")
 
 
-@verb()
+@verb("snapstore save model.pt --run exp --step 100 --metric loss=0.31")
 def save(
     shell: Shell,
     file: Annotated[
@@ -122,7 +122,7 @@ def _metrics(given: list[str]) -> dict[str, float]:
     return found
 
 
-@verb()
+@verb("snapstore restore exp@best:loss -o best.pt")
 def restore(
     shell: Shell,
     ref: Ref,

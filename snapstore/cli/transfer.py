@@ -22,7 +22,7 @@ WITHOUT_EFFECT = {
 }
 
 
-@verb()
+@verb("snapstore import checkpoints/step_*.pt --run exp")
 def import_(
     shell: Shell,
     sources: Annotated[
@@ -105,7 +105,7 @@ def _print_imported(one: Imported) -> None:
         note(f"{one.source}: left out {counted(len(one.left_out), 'file')}: {some(one.left_out, NAMED)}")
 
 
-@verb()
+@verb("snapstore export exp@latest --to safetensors -o model.safetensors")
 def export(
     shell: Shell,
     ref: Ref,

@@ -55,7 +55,7 @@ class Progress:
 
 
 _shown: Progress | None = None
-#: Of each thread whose request is sent again: the name of the store, and when its first attempt failed [monotonic].
+#: The threads whose requests are sent again: thread -> (name of the store, when the first attempt failed [monotonic]).
 _retrying: dict[int, tuple[str, float]] = {}
 
 

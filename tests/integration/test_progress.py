@@ -27,7 +27,7 @@ from snapstore import Repository, SaveOptions
 from snapstore.cli import output
 from snapstore.storage import progress
 
-#: What a line says once bytes are counted.
+#: A line says this once bytes are counted.
 FAR = re.compile(r"checking, level data: \d[\d.]*[kM]?B of [\d.]+kB \(\d+%\), [\d.]+[kM]?B/s(, \d+ (s|min) left)?")
 
 

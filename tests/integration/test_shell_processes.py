@@ -2,16 +2,21 @@
 
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
 
+from kit.hostile_s3 import HostileS3
+from kit.objects import flip_file
 from kit.processes import ROOT, environment
 from snapstore import Repository, SaveOptions
+from snapstore.cli.app import VERBS
 
 
 def state(step):
@@ -134,6 +139,185 @@ def test_the_best_by_a_metric_is_a_name(place, tmp_path):
     assert "no snapshot of run 'exp' has the metric 'acc' (NaN is no value); metrics: loss, lr" in done.stderr
     for wrong in ("exp@best:", "exp@best::max"):
         assert bash(f"snapstore show {wrong}", place).returncode == 1
+
+
+# --- completion
+
+
+@pytest.fixture
+def on_path(tmp_path, monkeypatch):
+    """Put a `snapstore` on PATH whose completions may take as long as they like: a busy machine is slow."""
+    program = "from snapstore.cli import completers, main; completers.COMPLETE_WITHIN_S = 300; main()"
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "snapstore"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{program}" "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    return script
+
+
+def replies(line, url, shell="fish", **more):
+    """Return what the shell's script gets for a line, without the help of verbs."""
+    asked = {"_SNAPSTORE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line, "COMP_LINE": line}
+    env = environment(SNAPSTORE_REPO=str(url), _TYPER_COMPLETE_FISH_ACTION="get-args", **asked, **more)
+    done = subprocess.run(["snapstore"], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), line
+    return done.stdout if shell == "zsh" else [reply.partition("\t")[0] for reply in done.stdout.splitlines() if reply]
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_verbs_runs_references_tags_and_metrics_are_completed(place, on_path, shell):
+    words = ["latest", "highest", "best:loss", "best:lr"]
+    expected = {
+        "snapstore un": ["untag", "unforget"],
+        "snapstore show ": ["exp@", "fork@"],
+        "snapstore show e": [f"exp@{name}" for name in ["good", *words, "300", "200", "100", "0"]],
+        "snapstore restore exp@2": ["exp@200"],
+        "snapstore copy exp@0 fork@best:": ["fork@best:acc", "fork@best:loss"],
+        "snapstore diff exp@0 exp@g": ["exp@good"],
+        "snapstore log --run f": ["fork"],
+        "snapstore log f": ["fork"],
+        "snapstore log --sort l": ["loss", "lr"],
+        "snapstore log --metrics loss,a": ["loss,acc"],
+        "snapstore tag exp@0 ": ["good"],
+        "snapstore untag exp@200 g": ["good"],
+        "snapstore untag exp@0 ": [],
+        "snapstore unforget ex": [],  # nothing is forgotten
+        "snapstore save --tag": ["--tag"],
+        "snapstore show none@": [],
+        "snapstore show 'e": [f"exp@{name}" for name in ["good", *words, "300", "200", "100", "0"]],
+    }
+    for line, names in expected.items():
+        assert replies(line, place, shell) == names, line
+    assert replies(f"snapstore --repo '{place}' log e", "/nowhere", shell) == ["exp"]
+    assert replies(f"snapstore log --repo {place} e", "/nowhere", shell) == ["exp"]
+
+
+def test_zsh_gets_its_own_form(place, on_path):
+    assert replies("snapstore log --sort l", place, "zsh") == '_arguments \'*: :(("loss"\n"lr"))\'\n'
+    assert '"exp@best\\\\:loss"' in replies("snapstore show exp@b", place, "zsh")
+
+
+def files_of(folder):
+    return {path: path.stat()[:-3] for path in sorted(folder.rglob("*"))}  # without the times
+
+
+def test_a_completion_changes_nothing_and_says_nothing(place, on_path, tmp_path):
+    missing = tmp_path / "missing"
+    for url in (missing, "", "s3:///", tmp_path / "bin", "ftp://x"):
+        assert replies("snapstore show ", url) == []
+        assert replies("snapstore init ", url) == []
+    assert not missing.exists()
+    before = files_of(place)
+    assert replies("snapstore tag exp@0 g", place) == ["good"]
+    assert files_of(place) == before
+    flip_file(next((place / "snapshots").rglob("exp/*")), 9)  # a damaged record: the others are completed
+    try:
+        assert replies("snapstore log f", place) == ["fork"]
+    finally:
+        flip_file(next((place / "snapshots").rglob("exp/*")), 9)
+
+
+def test_a_store_that_does_not_answer_is_given_up(monkeypatch):
+    """A key press waits three seconds at most, and not for all retries of a request."""
+    with HostileS3() as server:
+        server.lie("/bucket", lambda wire, honest: wire.stall())
+        env = environment(
+            AWS_ENDPOINT_URL_S3=server.url, AWS_ACCESS_KEY_ID="none", AWS_SECRET_ACCESS_KEY="none",
+            AWS_DEFAULT_REGION="us-east-1", SNAPSTORE_REPO="s3://bucket/repo", COMP_LINE="snapstore show ",
+            _SNAPSTORE_COMPLETE="complete_bash",
+        )  # fmt: skip
+        command = [sys.executable, "-m", "snapstore"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert server.seen or server.connections == 0  # it asked, or this machine is too slow to get there
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_each_shell_can_be_read(shell, place, tmp_path):
+    done = bash(f"snapstore completion {shell}", place)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "_SNAPSTORE_COMPLETE=complete_" in done.stdout
+    document = json.loads(bash(f"snapstore completion {shell} --json", place).stdout)
+    assert document == {"shell": shell, "script": done.stdout.removesuffix("\n")}
+    if shutil.which(shell):
+        (tmp_path / "script").write_text(done.stdout)
+        assert subprocess.run([shell, "-n", tmp_path / "script"], check=False).returncode == 0
+
+
+@contextmanager
+def typing(url, *keys):
+    """Type keys into an interactive bash on a terminal; yield all that it showed."""
+    ours, theirs = pty.openpty()
+    env = environment(SNAPSTORE_REPO=str(url), PS1="> ", TERM="dumb", HISTFILE="/dev/null")
+    command = ["bash", "--norc", "--noprofile", "-i"]
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    with subprocess.Popen(command, env=env, start_new_session=True, **streams) as child:
+        os.close(theirs)
+        os.write(ours, "".join([*keys, "exit\n"]).encode())  # bash reads them as it gets to them
+        seen = b""
+        with suppress(OSError):  # bash has closed its end
+            while data := os.read(ours, 65536):
+                seen += data
+        child.wait(60)
+        os.close(ours)
+        yield seen.decode()
+
+
+def test_bash_completes_what_is_typed(place, on_path):
+    """One line in ~/.bashrc; then each tab key below completes a name, and the commands print what they should."""
+    keys = [
+        'eval "$(snapstore completion bash)"\n',
+        "snapstore show exp@lat\t| head -1\n",
+        "snapstore show exp@best:lo\t| head -1\n",
+        "snapstore sh\tfo\t8\t| head -2 | tail -1\n",
+        "snapstore log --run=fo\t--sort lo\t| tail -1\n",
+        "snapstore tag exp@good go\t\n",  # completes the tag
+        f"cat {place}/conf\t| wc -c\n",  # another command keeps its own
+    ]
+    with typing(place, *keys) as seen:
+        with Repository.open(place) as repository:
+            ids = {s.ref: s.id for s in repository.snapshots()}
+        for expected in (
+            "snapshot  exp@300 (committed)",
+            "snapshot  exp@200 (committed)",
+            f"id        {ids['fork@8']}",
+            f"fork@7    {ids['fork@7'][:8]}",
+            f"exp@200 (id:{ids['exp@200'][:12]}) is now tagged good\r\n",
+            f"\n{(place / 'config').stat().st_size}\r\n",
+        ):
+            assert expected in seen, seen
+
+
+# --- help
+
+
+def example_of(help_text):
+    """Return the example in a help text, on one line."""
+    assert help_text.count("Example:\n") == 1
+    return help_text.partition("Example:\n")[2].strip()
+
+
+@pytest.mark.slow
+def test_the_example_of_each_verb_runs(tmp_path):
+    """One after the other, in a folder with the files that they name; only the places differ."""
+    states = {step: {"model.w": torch.arange(20_000.0) * step} for step in (100, 200, 300)}
+    torch.save(states[100], tmp_path / "model.pt")
+    (tmp_path / "checkpoints").mkdir()
+    for step in (200, 300):
+        torch.save(states[step], tmp_path / "checkpoints" / f"step_{step}.pt")
+    (tmp_path / "bucket").mkdir()
+    lines = {verb: example_of(bash(f"snapstore {verb} --help", "").stdout) for verb in VERBS if verb != "demo"}
+    assert all(re.search(rf"\bsnapstore {verb}\b", line) for verb, line in lines.items())
+    before = {"log": "snapstore save model.pt --run exp --step 99 --metric lr=1 --metric loss=2 && "}
+    before["unforget"] = "snapstore forget exp@100 && "
+    order = ["init", "save", "import", "log", "show", "diff", "restore", "export", "tag", "untag"]
+    for verb in [*order, *(verb for verb in lines if verb not in order)]:
+        line = f"cd {tmp_path} && {before.get(verb, '')}{lines[verb]}"
+        line = line.replace("s3://bucket", str(tmp_path / "bucket")).replace("/data/snapshots", str(tmp_path / "repo"))
+        done = bash(line, tmp_path / "repo")
+        assert (done.returncode, done.stderr.count("error")) == (0, 0), (line, done.stderr)
+    assert torch.equal(torch.load(tmp_path / "best.pt")["model.w"], states[100]["model.w"])
 
 
 # --- the guide

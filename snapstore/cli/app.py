@@ -32,7 +32,7 @@ from ..errors import (
 )
 from ..text import printable
 from . import completers
-from .output import discard_stdout, note, print_json, writing
+from .output import discard_stdout, note, print_json, spinner, writing
 
 if TYPE_CHECKING:
     from ..repository import Repository
@@ -148,8 +148,10 @@ class Shell:
         """Open the repository, and close it at the end of the block; with `damaged`, even if its config is damaged."""
         from ..repository import Repository
 
+        url = self.need_url()
         try:
-            opened = Repository.open(self.need_url(), damaged=damaged)
+            with spinner(f"opening {url}"):
+                opened = Repository.open(url, damaged=damaged)
         except NotFoundError as error:
             raise _NoRepositoryError from error
         with opened as repository:

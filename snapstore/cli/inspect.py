@@ -73,7 +73,7 @@ def log(
         raise UsageError("name the run once, as RUN or with --run")
     run = name if run is None else run
     columns = [sort] if metrics is None and sort is not None else metrics.split(",") if metrics is not None else []
-    with shell.repository() as repository:
+    with shell.repository() as repository, spinner("listing snapshots"):
         view = repository.view()
         snapshots = view.snapshots(run, None if everything else ("committed",))
         if run is not None:
@@ -110,7 +110,7 @@ def _not_mirrored(here: View, snapshots: list[Snapshot], url: str) -> dict[str, 
     from ..copy.mirror_order import lacks
     from ..repository import Repository
 
-    with Repository.open(url) as repository:
+    with spinner(f"listing {url}"), Repository.open(url) as repository:
         there = repository.view()
     absent = {s.id for s in snapshots if s.state == "committed" and lacks(here, there, s)}
     unknown = {name for run in {s.run for s in snapshots} for name in there.unknown_steps(run)} & absent
@@ -218,7 +218,7 @@ def show(
 
     Exit code 3: other records are unreadable or gone, and may be of children or change the reasons.
     """
-    with shell.repository() as repository:
+    with shell.repository() as repository, spinner(f"reading {ref}"):
         from ..inspect.plain_values import dotted
 
         view = repository.view()

@@ -36,7 +36,7 @@ def tag(shell: Shell, ref: Ref, name: Name) -> None:
 
     If another snapshot of the run has the tag, the tag moves, and the text says from where.
     """
-    with shell.repository() as repository:
+    with shell.repository() as repository, spinner(f"tagging {ref}"):
         before = repository.view()
         snapshot = repository.tag(ref, name)
         if name not in snapshot.tags:
@@ -52,21 +52,19 @@ def tag(shell: Shell, ref: Ref, name: Name) -> None:
 @verb("snapstore untag exp@paper paper")
 def untag(shell: Shell, ref: Ref, name: Name, dry_run: DryRun = False) -> None:
     """Take a tag off a snapshot."""
-    with shell.repository() as repository:
-        if not dry_run:
-            _print_snapshot(shell, repository.untag(ref, name), f"is no longer tagged {name}")
-            return
-        snapshot = repository.view().resolve(ref)
-        if name not in snapshot.tags:
+    with shell.repository() as repository, spinner(f"untagging {ref}"):
+        snapshot = repository.view().resolve(ref) if dry_run else repository.untag(ref, name)
+        if dry_run and name not in snapshot.tags:
             raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {', '.join(snapshot.tags) or 'none'}")
-        _print_snapshot(shell, snapshot, f"would no longer be tagged {name}")
+    _print_snapshot(shell, snapshot, f"{'would no longer be' if dry_run else 'is no longer'} tagged {name}")
 
 
 @verb("snapstore unforget exp@100")
 def unforget(shell: Shell, ref: Ref) -> None:
     """Bring back a forgotten snapshot that no gc has collected."""
-    with shell.repository() as repository:
-        _print_snapshot(shell, repository.unforget(ref), "is back")
+    with shell.repository() as repository, spinner(f"bringing back {ref}"):
+        snapshot = repository.unforget(ref)
+    _print_snapshot(shell, snapshot, "is back")
 
 
 def _print_snapshot(shell: Shell, snapshot: Snapshot, what: str) -> None:
@@ -114,7 +112,7 @@ def forget(
     if not refs and run is None:
         raise UsageError("no snapshot named; pass references, or --run R")
     keep = _policies(given, keep_best or [], keep_steps)
-    with shell.repository() as repository:
+    with shell.repository() as repository, spinner("forgetting"):
         if refs:
             result = repository.forget_snapshots(refs, dry_run=dry_run, force=force)
         else:

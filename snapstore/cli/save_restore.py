@@ -39,6 +39,7 @@ def init(
         raise UsageError("pass --chunk-bytes or --like, not both")
     size = DEFAULT_CHUNK_BYTES if chunk_bytes is None else size_of(chunk_bytes, "--chunk-bytes")
     with (
+        spinner("creating a repository"),
         nullcontext() if like is None else Repository.open(like) as other,
         Repository.create(shell.need_url(place), chunk_bytes=size, like=other) as repository,
     ):
@@ -159,8 +160,8 @@ def restore(
         files.check_output(output, force=force)
         if tensors_only and files.format_of(output) == "torch":
             raise UsageError(f"--tensors-only: {output} holds values of all types; name a .safetensors file")
-        snapshot = repository.snapshot(ref)
-        with spinner(f"restoring {snapshot.ref}"):
+        with spinner(f"restoring {ref}"):
+            snapshot = repository.snapshot(ref)
             # By id: the reference may name another snapshot now.
             options = ExportOptions(tensors_only=tensors_only, force=force, per_rank=rank)
             written = _write(repository, f"id:{snapshot.id}", output, fit, options)
@@ -178,9 +179,10 @@ def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> boo
     """Write the folder that a snapshot holds; return False if it holds none."""
     from ..state.folder import is_folder, unpack_folder
 
-    tensors = repository.tensors(ref)
-    if not is_folder(tensors):
-        return False
+    with spinner(f"reading {ref}"):
+        tensors = repository.tensors(ref)
+        if not is_folder(tensors):
+            return False
     snapshot = tensors.snapshot
     with spinner(f"restoring {snapshot.ref}"), progress.whole(snapshot.logical_bytes):
         done = unpack_folder(tensors, output)

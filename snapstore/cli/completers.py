@@ -53,7 +53,8 @@ def begin() -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - until the end
     timer = threading.Timer(COMPLETE_WITHIN_S, os._exit, [0])
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # the process may start no thread
+        timer.start()
 
 
 def _count_words(line: str) -> int:

@@ -295,13 +295,10 @@ def _rewritten_line(line_of: Callable[[], str]) -> Iterator[None]:
         redirect_stdout=sys.stdout.isatty(),
     )
     timer = threading.Timer(SPINNER_AFTER_S, live.start)
-    timer.daemon = True
-    timer.start()
     try:
-        yield
+        with _running(timer, timer.cancel):
+            yield
     finally:
-        timer.cancel()
-        timer.join()
         live.stop()
 
 
@@ -314,10 +311,19 @@ def _lines_now_and_then(line_of: Callable[[], str]) -> Iterator[None]:
         while not ended.wait(LINE_EVERY_S):
             note(f"snapstore: {line_of()}")
 
-    thread = threading.Thread(target=print_lines, name="snapstore-progress", daemon=True)
-    thread.start()
+    with _running(threading.Thread(target=print_lines, name="snapstore-progress"), ended.set):
+        yield
+
+
+@contextmanager
+def _running(thread: threading.Thread, end: Callable[[], object]) -> Iterator[None]:
+    """Run a thread beside the block, unless the process may start no more: a verb needs no progress."""
+    thread.daemon = True
+    with suppress(RuntimeError):
+        thread.start()
     try:
         yield
     finally:
-        ended.set()
-        thread.join()
+        end()
+        if thread.ident is not None:
+            thread.join()

@@ -292,6 +292,19 @@ def test_each_verb_counts_all_of_its_bytes_and_no_more(tmp_path, monkeypatch, co
     assert progress.retrying() is None
 
 
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_process_that_may_start_no_thread_goes_on_without(monkeypatch, on_terminal):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with output.spinner("working"):
+        done = True
+    assert done
+
+
 def test_nothing_is_counted_where_nothing_is_shown(tmp_path):
     with progress.shown() as own:
         pass

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kit.processes import ROOT, environment
+from kit.processes import ROOT, environment, free_port
 from kit.repositories import same
 
 
@@ -102,3 +102,51 @@ def test_the_code_of_readme_computes_the_same_losses_after_each_kill(workers, tm
             break
     assert found == expected
     assert len(set(starts)) >= 3, starts  # it has resumed, and not from one snapshot only
+
+
+RANKS = """
+import sys, torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+from snapstore import RngState, SnapshotManager, resumable
+
+total, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo")
+loader = resumable(DataLoader(torch.arange(22), 2, sampler=DistributedSampler(range(22), shuffle=True)))
+extra = {"epoch": 0}
+state = {"loader": loader, "extra": extra, "rng": RngState()}
+with SnapshotManager(folder, run="a", save_interval_steps=4) as snapshots:
+    step = snapshots.restore_into(state).step if snapshots.latest_step() is not None else 0
+    while step < total:
+        loader.sampler.set_epoch(extra["epoch"])
+        for batch in loader:
+            step += 1
+            print(step, *batch.tolist(), flush=True)
+            snapshots.save(step, state)
+            if step == total:
+                break
+        extra["epoch"] += 1
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_each_rank_goes_on_with_its_own_batches(tmp_path):
+    """Two ranks with a DistributedSampler; the second run begins within the second epoch."""
+    (tmp_path / "train.py").write_text(RANKS)
+
+    def batches(folder, total):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        command = [sys.executable, "-W", "ignore", str(tmp_path / "train.py"), str(total), str(tmp_path / folder)]
+        ranks = [
+            subprocess.Popen(command, env=environment(RANK=str(rank), **place), stdout=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        said = [one.communicate(timeout=600)[0].splitlines() for one in ranks]
+        assert [one.returncode for one in ranks] == [0, 0]
+        return said
+
+    whole = batches("whole", 15)
+    assert [len(lines) for lines in whole] == [15, 15]
+    assert whole[0] != whole[1]
+    assert batches("parts", 10) == [lines[:10] for lines in whole]
+    assert batches("parts", 15) == [lines[8:] for lines in whole]  # the last snapshot is that of step 8

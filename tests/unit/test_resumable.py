@@ -329,6 +329,8 @@ def test_a_loader_that_is_another_one_is_refused():
     ]:
         with pytest.raises(InvalidInputError, match=text):
             resumable(made(0, shuffle=True, **other)).load_state_dict(position)
+    with pytest.raises(InvalidInputError, match=r"the position of a resumable loader.* got \['_snapshot'\]"):
+        resumable(made(0)).load_state_dict({"_snapshot": 3})
     other = resumable(made(0, batch_size=2))
     other.load_state_dict(position)
     for _ in range(2):  # the position stays

@@ -168,9 +168,14 @@ class ResumableLoader(Generic[T_co]):
         """Continue at a position that `state_dict` has returned; a loop that runs continues there as well.
 
         Raises:
-            InvalidInputError: the epoch has another number of batches or another batch size than that of the state, or
-                the loader has other samplers.
+            InvalidInputError: the epoch has another number of batches or another batch size than that of the state; or
+                the loader has other samplers; or this is the state of something else.
         """
+        if (expected := self._between().keys()) != state_dict.keys():
+            raise InvalidInputError(
+                f"expected the position of a resumable loader, with {sorted(expected)}, got {sorted(state_dict)}: was "
+                "it that of another loader? Restore all but the loader with keys=[...], and begin a new epoch"
+            )
         state: Values = copy.deepcopy(dict(state_dict))
         there, here, workers = state["size"], self._size(), self._loader.num_workers
         if state["batches"] is not None and there != here:

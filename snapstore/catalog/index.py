@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -162,9 +163,11 @@ class Index:
         """
         damaged: dict[str, str] = {}
         unread: dict[str, str] = {}
-        wanted = iter(sorted(infos))
-        progress.expect(sum(info.size_bytes for info in infos.values()))
-        while keys := list(islice(wanted, RECORDS_IN_MEMORY)):
+        names, step = sorted(infos), RECORDS_IN_MEMORY
+        pieces = [names[first : first + step] for first in range(0, len(names), step)]
+        is_work = len(pieces) > 1  # else the records of a restore would be all of its progress until it begins
+        size = partial(_bytes_of, infos if is_work else {})
+        for keys in progress.through(pieces, size):
             fresh: dict[str, bytes] = {}
             for key, (data, took_s) in zip(keys, _in_threads(self._timed_record, keys), strict=True):
                 try:
@@ -234,9 +237,7 @@ class Index:
     def _timed_record(self, key: str) -> tuple[bytes | SnapstoreError, float]:
         """Return (`_get_record`, how long it took [s])."""
         began = time.monotonic()
-        data = self._get_record(key)
-        progress.advance(len(data) if isinstance(data, bytes) else 0)
-        return data, time.monotonic() - began
+        return self._get_record(key), time.monotonic() - began
 
     def _get_record(self, key: str) -> bytes | SnapstoreError:
         """Return the bytes of a record, or the error of reading it; raises as `_tried` does."""
@@ -445,6 +446,10 @@ def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return done + [function(item) for item in rest]
     with Threads(min(READ_THREADS, len(rest))) as threads:
         return done + threads.start(function, rest)()
+
+
+def _bytes_of(infos: Mapping[str, ObjectInfo], keys: Iterable[str]) -> int:
+    return sum(infos[key].size_bytes for key in keys if key in infos)
 
 
 def _proven(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:

@@ -24,11 +24,14 @@ from kit.hostile_s3 import HostileS3, error
 from kit.processes import environment
 from kit.shell import invoke
 from snapstore import Repository, SaveOptions
+from snapstore.catalog import index
 from snapstore.cli import output
 from snapstore.storage import progress
 
 #: A line says this once bytes are counted.
 FAR = re.compile(r"checking, level data: \d[\d.]*[kM]?B of [\d.]+kB \(\d+%\), [\d.]+[kM]?B/s(, \d+ (s|min) left)?")
+
+VERB = re.compile(r"checking, level data: |opening s3://bucket/repo: ")
 
 
 def noise(step, nbytes=40_000):
@@ -119,11 +122,11 @@ def test_a_terminal_shows_one_line_that_is_rewritten(server):
         text = written()
     assert (done.returncode, done.stdout) == (0, "10 snapshots are restorable (10 of 10 packs read)\nno problems\n")
     lines = shown(text)
-    assert all("checking, level data: " in line for line in lines)
+    assert all(VERB.search(line) for line in lines)
     found = [line for line in lines if FAR.search(line)]
     assert len({FAR.search(line)[0] for line in found}) >= 3  # it advances
     assert any(line.endswith(" left") for line in found)
-    assert text.count("\n") <= 1  # nothing scrolls; rich ends the line before it clears it
+    assert text.count("\n") <= 2  # nothing scrolls; rich ends a line before it clears it, of the opening too
     assert text.rstrip().endswith("\x1b[2K") or "\x1b[2K" in text.rpartition("\n")[2]  # and nothing stays
 
 
@@ -133,7 +136,7 @@ def test_a_narrow_terminal_cuts_the_line(server):
         assert run_on(end, "check", "--read-data").returncode == 0
         text = written()
     assert max(map(len, shown(text))) <= 30
-    assert text.count("\n") <= 1
+    assert text.count("\n") <= 2
 
 
 def test_a_short_verb_shows_nothing(server):
@@ -151,15 +154,17 @@ def run_in_pipes(*args, **settings):
 def test_a_log_gets_a_line_now_and_then(server):
     assert output.LINE_EVERY_S == 30
     slow(server, 0.3)
+    began_s = time.monotonic()
     quiet = run_in_pipes("check", "--read-data")
-    assert (quiet.returncode, quiet.stderr) == (0, "")  # it took less than half a minute
+    assert quiet.returncode == 0
+    assert len(quiet.stderr.splitlines()) <= (time.monotonic() - began_s) // 30  # none, unless the machine is very busy
     began_s = time.monotonic()
     done = run_in_pipes("check", "--read-data", "--json", LINE_EVERY_S=0.5)
     took_s = time.monotonic() - began_s
     assert json.loads(done.stdout)["packs_read"] == 10
     lines = done.stderr.splitlines()
     assert 3 <= len(lines) <= took_s / 0.5
-    assert all(line.startswith("snapstore: checking, level data: ") and line.isprintable() for line in lines)
+    assert all(line.startswith("snapstore: ") and VERB.search(line) and line.isprintable() for line in lines)
     assert sum(FAR.search(line) is not None for line in lines) >= 3
 
 
@@ -264,7 +269,9 @@ VERBS = {
     "import": ["import", "dcp", "--run", "imported", "--step", "1"],
     "copy": ["copy", "--to", "copied"],
     "copy again": ["copy", "--to", "copied"],
+    "recode": ["recode", "--all"],
     "compact": ["compact"],
+    "repair": ["repair", "--level", "restore"],
     "gc": ["gc"],
     "log of a cold index": ["index", "rebuild"],
 }
@@ -273,6 +280,7 @@ VERBS = {
 def test_each_verb_counts_all_of_its_bytes_and_no_more(tmp_path, monkeypatch, counted):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SNAPSTORE_REPO", str(tmp_path / "repo"))
+    monkeypatch.setattr(index, "RECORDS_IN_MEMORY", 2)  # few records count for nothing
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "large").write_bytes(noise(40, 200_000)["w"].tobytes())

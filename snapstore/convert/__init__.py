@@ -6,6 +6,7 @@ tensor by tensor, so states may be larger than memory. Read importing.py and exp
 importing.py         import checkpoints: a series becomes a run with steps
 checkpoint.py        a checkpoint that was opened, and the rule for names of files in its folder
 torch_checks.py      checks of a file of torch before torch reads it
+pickled_values.py    plain values in place of objects that files of torch often hold
 files.py             states in `.pt` and `.safetensors` files
 safetensors_file.py  `.safetensors` files tensor by tensor
 hf_folder.py         a folder of Hugging Face: a model, or a checkpoint of the Trainer

@@ -35,6 +35,7 @@ from ..state.values.containers import CONTAINERS, children, leaves, metadata_of
 from ..state.values.tensors import is_array
 from . import safetensors_file
 from .checkpoint import damaged, first_line, noted
+from .pickled_values import PlainValues, refused
 from .safetensors_file import name_in_utf8
 from .torch_checks import NOT_TORCH, ZipEntry, entries, require_bounded, require_tree
 
@@ -115,7 +116,9 @@ def read_torch(path: Path) -> Any:
 
 
 def load_torch(file: Path | BinaryIO, where: str) -> Any:
-    """Return the state in a path or an open file of torch; make no Python objects. A path is mapped where it can be.
+    """Return the state in a path or an open file of torch, and run no code of it. A path is mapped where it can be.
+
+    Objects of the classes in pickled_values.py are plain values in the state; objects of other classes are refused.
 
     Args:
         where: its name in errors.
@@ -127,11 +130,14 @@ def load_torch(file: Path | BinaryIO, where: str) -> Any:
     import torch
 
     with file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
-        is_mapped = require_bounded(opened, where, may_map=isinstance(file, Path))
+        is_mapped, names = require_bounded(opened, where, may_map=isinstance(file, Path))
+    values = PlainValues(where)
     try:
         with warnings.catch_warnings(), damaged(f"{where}: {NOT_TORCH}", pickle.UnpicklingError):
             warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
+            with values.loading(names):
+                state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
+            state = values.state(state)
     except pickle.UnpicklingError as error:
         met = _OBJECT.search(str(error))
         if met is None:  # torch's message would advise to load it unsafely
@@ -139,10 +145,7 @@ def load_torch(file: Path | BinaryIO, where: str) -> Any:
                 f"{where}: {NOT_TORCH}: no state of plain values that torch.save has written"
             ) from error
         name = next(filter(None, met.groups())).rstrip(".,")
-        raise InvalidInputError(
-            f"{where}: refused: it holds a Python object ({name}), which could run any code when loaded; save plain "
-            "state instead, such as torch.save(model.state_dict(), ...), or use the Python interface"
-        ) from error
+        raise refused(where, name) from error
     require_tree(state, where)
     return state
 

@@ -65,8 +65,20 @@ _ITEM_SIZES = {
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "TUPLE": None}
 
 
-def require_bounded(file: BinaryIO, where: str, *, may_map: bool) -> bool:
-    """Check a file of torch; return whether torch may map it instead of reading it. It is left at its beginning.
+class Bounded(NamedTuple):
+    """A file that `require_bounded` has checked.
+
+    Attributes:
+        is_mapped: whether torch may map it instead of reading it.
+        names: of the classes and functions that its pickles name, with their modules.
+    """
+
+    is_mapped: bool
+    names: set[str]
+
+
+def require_bounded(file: BinaryIO, where: str, *, may_map: bool) -> Bounded:
+    """Check a file of torch. It is left at its beginning.
 
     A mapped file gives the same values, unless it is compressed, or gives one storage two types.
 
@@ -80,20 +92,20 @@ def require_bounded(file: BinaryIO, where: str, *, may_map: bool) -> bool:
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    is_mapped = False
     if file.read(4) == b"PK\x03\x04":
-        is_mapped = _require_bounded_zip(file, size, where, may_map=may_map)
+        found = _require_bounded_zip(file, size, where, may_map=may_map)
     else:
         file.seek(0)
         scan = _Scan(where, size, None)
         for _ in range(_LEGACY_PICKLES):
             if not scan.follow(file):
                 break
+        found = Bounded(False, scan.names)
     file.seek(0)
-    return is_mapped
+    return found
 
 
-def _require_bounded_zip(file: BinaryIO, size: int, where: str, *, may_map: bool) -> bool:
+def _require_bounded_zip(file: BinaryIO, size: int, where: str, *, may_map: bool) -> Bounded:
     import torch
 
     advice = "import it on a machine with more memory, or unpack it and save it again"
@@ -117,7 +129,7 @@ def _require_bounded_zip(file: BinaryIO, size: int, where: str, *, may_map: bool
     scan.follow(io.BytesIO(pickled))
     if is_mapped and scan.has_two_types:
         limits.require_memory(unpacked, where, advice)
-    return is_mapped and not scan.has_two_types
+    return Bounded(is_mapped and not scan.has_two_types, scan.names)
 
 
 class ZipEntry(NamedTuple):
@@ -252,6 +264,7 @@ class _Scan:
 
     Attributes:
         has_two_types: whether one storage has two types of elements. torch.save writes this for empty ones only.
+        names: of the classes and functions that were met, as Python 3 knows them.
     """
 
     def __init__(self, where: str, size: int, records: Mapping[bytes, ZipEntry] | None) -> None:
@@ -259,6 +272,7 @@ class _Scan:
         self._visits, self._at, self._elements = 0, 0, 0
         self._storages: dict[Any, tuple[Any, Any]] = {}
         self.has_two_types = False
+        self.names: set[str] = set()
         self._stack: list[_Value] = []
         self._outer: list[list[_Value]] = []
         self._memo: dict[int, _Value] = {}
@@ -293,6 +307,7 @@ class _Scan:
             stack.append(_Value(arg))
         elif name == "GLOBAL":
             stack.append(_Value(arg.replace(" ", ".")))
+            self.names.add(str(stack[-1].value).replace("__builtin__.", "builtins."))
         elif name in ("NONE", "NEWFALSE", "NEWTRUE", "BINFLOAT"):
             stack.append(_NOTHING)
         elif name in ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"):

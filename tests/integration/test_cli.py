@@ -324,8 +324,8 @@ class Evil:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_pickled_objects_are_refused_by_name_and_not_run(sh, monkeypatch, zipped):
-    torch.save({"a": np.ones(3)}, sh.folder / "n.pt", _use_new_zipfile_serialization=zipped)
-    assert "multiarray._reconstruct)" in sh.fails("save", sh.folder / "n.pt", "--run", "r", "--step", 1)
+    torch.save({"a": np.ma.ones(3)}, sh.folder / "n.pt", _use_new_zipfile_serialization=zipped)
+    assert "Python object (numpy.ma" in sh.fails("save", sh.folder / "n.pt", "--run", "r", "--step", 1)
     monkeypatch.setenv("EVIL", str(sh.folder / "evil"))
     torch.save({"a": torch.ones(2), "b": Evil()}, sh.folder / "e.pt", _use_new_zipfile_serialization=zipped)
     message = sh.fails("save", sh.folder / "e.pt", "--run", "r", "--step", 1)

@@ -144,8 +144,13 @@ class Shell:
     verbose: bool
 
     @contextmanager
-    def repository(self, *, damaged: bool = False) -> Iterator[Repository]:
-        """Open the repository, and close it at the end of the block; with `damaged`, even if its config is damaged."""
+    def repository(self, *, damaged: bool = False, create: bool = False) -> Iterator[Repository]:
+        """Open the repository, and close it at the end of the block.
+
+        Args:
+            damaged: open it even if its config is damaged.
+            create: make it if there is none.
+        """
         from ..repository import Repository
 
         url = self.need_url()
@@ -153,7 +158,10 @@ class Shell:
             with spinner(f"opening {url}"):
                 opened = Repository.open(url, damaged=damaged)
         except NotFoundError as error:
-            raise _NoRepositoryError from error
+            if not create:
+                raise _NoRepositoryError from error
+            opened = Repository.open_or_create(self.need_url())
+            note(f"created a repository at {opened.url}")
         with opened as repository:
             yield repository
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import CapabilityError, InvalidInputError
 from ..text import counted, human_bytes, some
-from .app import PARTIAL, PerRank, Ref, Shell, UsageError, per_rank_of, size_of, verb
-from .output import NAMED, fields_json, line, note, note_changes, print_json, snapshot_json, spinner
+from .app import ERROR, PARTIAL, PerRank, Ref, Shell, UsageError, per_rank_of, size_of, verb
+from .output import NAMED, fields_json, line, note, note_changes, print_json, snapshot_json, spinner, writing
 
 if TYPE_CHECKING:
     from ..convert import Exported, Imported
+    from ..repository import Repository
 
 #: The options of `export` that have no effect in some formats.
 WITHOUT_EFFECT = {
@@ -27,7 +31,7 @@ def import_(
     shell: Shell,
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="SRC...", help="Checkpoints: files, or folders."),
+        typer.Argument(metavar="SRC...", help="Checkpoints: files, or folders; or folders that hold them."),
     ],
     run: Annotated[
         str | None, typer.Option("--run", metavar="R", help="The run; default: the name of the folder.")
@@ -39,49 +43,142 @@ def import_(
     format: Annotated[
         str | None, typer.Option("--format", metavar="FORMAT", help="dcp, hf, orbax or file; default: detected.")
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Then read each SRC again, and compare it with its snapshot.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on with the checkpoints that a trainer writes; Ctrl-C ends.")
+    ] = False,
 ) -> int | None:
     """Import checkpoints of other programs; a series becomes the steps of a run.
 
-    Files that hold Python objects are refused, because they could run any code. Steps that the run has are skipped.
+    The repository is made if there is none. Steps that the run has are skipped, so repeat the command to go on. A file
+    that cannot be imported is named, and the others are imported. No code of a file runs.
     """
     from ..storage.urls import expand_home
 
     if not all(sources):  # an unset variable of a script; as a path it would be the current folder
         raise UsageError("SRC: expected the path of a checkpoint, got an empty one")
     paths = [Path(expand_home(source)) for source in sources]
-    with shell.repository() as repository:
-        from ..convert import import_checkpoints
-        from ..convert.importing import default_run
+    if watch and (len(paths) > 1 or verify or step is not None or format is not None):
+        raise UsageError("--watch: expected one folder, without --verify, --step and --format")
+    shell.need_url()
+    from ..convert.sources import Found, default_run, find
 
-        found: list[Imported] = []
-        run = default_run(paths) if run is None else run
-        with spinner(f"importing {len(paths)} into {run}"):
-            for one in import_checkpoints(repository, paths, run=run, step=step, bases=base or [], format=format):
-                found.append(one)
-                if not shell.as_json:
-                    _print_imported(one)
-                _warn_if_other(one)
-    taken = [one for one in found if not one.skipped]
-    read, stored = (sum(values) for values in ([o.bytes_read for o in taken], [o.snapshot.stored_bytes for o in taken]))
-    if shell.as_json:
-        columns = [
-            {
-                "source": one.source,
-                "snapshot": snapshot_json(one.snapshot),
-                "skipped": one.skipped,
-                "bytes": one.bytes_read,
-                "left_out": one.left_out,
-                "differs": one.differs,
-            }
-            for one in found
-        ]
-        print_json({"imported": columns, "bytes": read, "stored_bytes": stored})
-    elif taken:
-        line(
-            f"imported {counted(len(taken), 'checkpoint')} into {run}: {human_bytes(read)} in, {human_bytes(stored)} "
-            f"stored, {read / max(stored, 1):.2f} times smaller"
-        )
-    return PARTIAL if any(one.differs for one in found) else None
+    done = _Imports(shell)
+    found = Found() if watch else find(paths, format, done.failed)
+    if not found.formats and not watch:
+        return done.end()
+    run = default_run(paths) if run is None else run
+    with shell.repository(create=True) as repository:
+        if watch:
+            done.follow(repository, paths[0], run, base or [])
+        else:
+            chosen: dict[str, Any] = {"run": run, "step": step, "bases": base or [], "format": format}
+            done.take(repository, list(found.formats), chosen)
+        if verify:
+            done.verify(repository)
+    if found.left_out:
+        note(f"not imported: {counted(len(found.left_out), 'file')}: {some(found.left_out, NAMED)}")
+    return done.end()
+
+
+class _Imports:
+    """The checkpoints of one command: imported, skipped, failed and verified; each is printed when it is known."""
+
+    def __init__(self, shell: Shell) -> None:
+        self.imported: list[Imported] = []
+        self.errors: dict[str, str] = {}
+        self.verified: dict[str, list[str]] = {}
+        self._as_json = shell.as_json
+
+    def add(self, one: Imported) -> None:
+        """Note a checkpoint that is in the repository."""
+        self.imported.append(one)
+        if not self._as_json:
+            _print_imported(one)
+        _warn_if_other(one)
+
+    def failed(self, path: Path, error: Exception) -> None:
+        """Note a checkpoint that could not be imported."""
+        self.errors[str(path)] = message = f"{path}: {error}" if isinstance(error, OSError) else str(error)
+        note(*f"snapstore: error: {message}".split("\n"))
+
+    def take(self, repository: Repository, paths: list[Path], options: dict[str, Any]) -> None:
+        """Import checkpoints; an error of the only one is raised."""
+        from ..convert import import_checkpoints
+
+        failed = self.failed if len(paths) > 1 else None
+        with spinner(f"importing {len(paths)} into {options['run']}"):
+            for one in import_checkpoints(repository, paths, failed=failed, **options):
+                self.add(one)
+
+    def follow(self, repository: Repository, folder: Path, run: str, bases: list[str]) -> None:
+        """Import the checkpoints in a folder, and all later ones, until Ctrl-C."""
+        from ..convert.watching import watch
+
+        note(f"watching {folder} for checkpoints; Ctrl-C ends")
+        with suppress(KeyboardInterrupt):
+            for one in watch(repository, folder, run=run, bases=bases, failed=self.failed):
+                self.add(one)
+                with writing():
+                    sys.stdout.flush()
+
+    def verify(self, repository: Repository) -> None:
+        """Compare each checkpoint with its snapshot."""
+        from ..convert.verifying import compare
+
+        with spinner(f"verifying {len(self.imported)}"):
+            for one in self.imported:
+                try:
+                    found, left_out = compare(repository, one)
+                    self.verified[one.source] = found
+                except (InvalidInputError, CapabilityError, OSError) as error:
+                    self.verified[one.source] = [str(error)]
+                    note(*f"snapstore: error: {error}".split("\n"))
+                    continue
+                if left_out and one.skipped:  # else the import has named them
+                    _note_left_out(one.source, left_out)
+                if found:
+                    there = f"{one.snapshot.ref} (id:{one.snapshot.id[:12]})"
+                    told = f"is not equal to {there}: {some(found, NAMED)}; keep the file"
+                    note(f"snapstore: error: {one.source}: {told}")
+
+    def end(self) -> int | None:
+        """Print the sums, and return the exit code."""
+        taken = [one for one in self.imported if not one.skipped]
+        read, stored = sum(one.bytes_read for one in taken), sum(one.snapshot.stored_bytes for one in taken)
+        unequal = [source for source, found in self.verified.items() if found]
+        if self._as_json:
+            document: dict[str, Any] = {"imported": [self._json(one) for one in self.imported]}
+            failed = [{"source": source, "message": message} for source, message in self.errors.items()]
+            print_json(document | {"failed": failed, "bytes": read, "stored_bytes": stored})
+        elif taken:
+            line(
+                f"imported {counted(len(taken), 'checkpoint')} into {taken[0].snapshot.run}: {human_bytes(read)} in, "
+                f"{human_bytes(stored)} stored, {read / max(stored, 1):.2f} times smaller"
+            )
+        highest = max((one.snapshot.step for one in self.imported), default=0)
+        if taken and taken[-1].snapshot.step < highest:
+            last = taken[-1].snapshot
+            note(f"{last.run}@latest is step {last.step}, which was saved last; {last.run}@highest is step {highest}")
+        if self.verified and not self._as_json:
+            equal = counted(len(self.verified) - len(unequal), "checkpoint")
+            line(f"verified {equal}: the snapshots restore to the same bits")
+        if self.errors:
+            others = f"{counted(len(self.imported), 'checkpoint')} imported or there already"
+            advice = "repair or remove what is named above, then run it again"
+            note(f"snapstore: error: {counted(len(self.errors), 'checkpoint')} not imported; {others}; {advice}")
+        if self.errors and not self.imported:
+            return ERROR
+        return PARTIAL if self.errors or unequal or any(one.differs for one in self.imported) else None
+
+    def _json(self, one: Imported) -> dict[str, Any]:
+        fields = {"source": one.source, "snapshot": snapshot_json(one.snapshot), "skipped": one.skipped}
+        fields |= {"bytes": one.bytes_read, "left_out": one.left_out, "differs": one.differs}
+        if one.source in self.verified:
+            fields["unequal"] = self.verified[one.source]
+        return fields
 
 
 def _warn_if_other(one: Imported) -> None:
@@ -102,7 +199,11 @@ def _print_imported(one: Imported) -> None:
         f"{one.source}: {one.snapshot.ref} (id:{one.snapshot.id[:12]}), {human_bytes(one.bytes_read)}, {stored} stored"
     )
     if one.left_out:
-        note(f"{one.source}: left out {counted(len(one.left_out), 'file')}: {some(one.left_out, NAMED)}")
+        _note_left_out(one.source, one.left_out)
+
+
+def _note_left_out(source: str, names: list[str]) -> None:
+    note(f"{source}: left out {counted(len(names), 'file')}: {some(names, NAMED)}")
 
 
 @verb("snapstore export exp@latest --to safetensors -o model.safetensors")

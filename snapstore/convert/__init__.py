@@ -4,7 +4,11 @@ A checkpoint from elsewhere is not trusted: its code does not run, and no file o
 tensor by tensor, so states may be larger than memory. Read importing.py and exporting.py first.
 
 importing.py         import checkpoints: a series becomes a run with steps
+sources.py           the checkpoints that paths are or hold, their formats and steps
+logged_metrics.py    the metrics that checkpoints and their names state
 checkpoint.py        a checkpoint that was opened, and the rule for names of files in its folder
+verifying.py         compare snapshots with the checkpoints that they were imported from
+watching.py          import the checkpoints of a trainer while it writes them
 torch_checks.py      checks of a file of torch before torch reads it
 pickled_values.py    plain values in place of objects that files of torch often hold
 files.py             states in `.pt` and `.safetensors` files

@@ -35,6 +35,7 @@ class Checkpoint:
         imported: more metadata, for the key "imported".
         left_out: names of files or items that are not imported.
         let_go: called with each array once it is stored.
+        metrics: by name, as the checkpoint states them.
     """
 
     state: Any
@@ -44,6 +45,7 @@ class Checkpoint:
     imported: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     let_go: Callable[[Any], None] = lambda value: None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def file_inside(folder: Path, name: Any, named_by: Path) -> Path:
@@ -141,6 +143,12 @@ def versions(source: Path, names: Iterable[str] | None = None) -> dict[str, tupl
 def size_of(source: Path) -> int:
     """Return the size of all files of a checkpoint that can be read [bytes]."""
     return sum(version[1] for version in versions(source).values() if version)
+
+
+def modified(found: dict[str, tuple[int, int, int] | None]) -> float | None:
+    """Return the time of the last change of the newest of some files [s since the epoch]; see `versions`."""
+    times = [version[2] for version in found.values() if version is not None]
+    return max(times) / 1e9 if times else None
 
 
 def require_unchanged(source: Path, before: dict[str, tuple[int, int, int] | None]) -> None:

@@ -24,6 +24,7 @@ from ..state.values.tensors import MAX_DIMENSIONS, TORCH_DTYPES
 from . import files
 from .checkpoint import Checkpoint, damaged, file_inside, names_below, nest, step_in
 from .lazy_state import MAX_CLAIMS, Later
+from .logged_metrics import metrics_of_lightning
 
 METADATA = ".metadata"
 #: Lightning puts all values that are not tensors into this file.
@@ -198,7 +199,7 @@ def open_dcp(folder: Path) -> Checkpoint:
     names, hidden = names_below(folder)
     left_out = names.union(hidden) - {path.relative_to(folder).as_posix() for path in used}
     size = sum(path.stat().st_size for path in used)
-    return Checkpoint(state, size, step_in(state), left_out=sorted(left_out))
+    return Checkpoint(state, size, step_in(state), left_out=sorted(left_out), metrics=metrics_of_lightning(state))
 
 
 def _read_metadata(where: Path) -> _DcpObject:

@@ -5,9 +5,9 @@ In: a folder with weights in safetensors, or else in files of torch, whole or in
     {"model": {name: tensor}, "optimizer": ..., "scheduler": ..., "files": {name: bytes}}
 
 where `files` has all other files of the folder, unchanged: configs, tokenizers, the Trainer's own state. Left out are
-hidden folders, such as `.git`, and copies of the weights in other formats. Copies are known by names that the libraries
-of Hugging Face give to the weights of one model: another file of weights, such as `model_1.safetensors` of Accelerate,
-may belong to another model.
+hidden folders, such as `.git`, checkpoints in the folder (`checkpoint-N`), and copies of the weights in other formats.
+Copies are known by names that the libraries of Hugging Face give to the weights of one model: another file of weights,
+such as `model_1.safetensors` of Accelerate, may belong to another model.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..text import some
 from . import files, safetensors_file
 from .checkpoint import Checkpoint, file_inside, names_below, read_json, step_in
 from .lazy_state import Later
+from .logged_metrics import metrics_of_trainer
 
 #: The names of the weights of a model, without ending: those of transformers, and those of diffusers.
 MODEL, DIFFUSION = "model", "diffusion_pytorch_model"
@@ -29,6 +30,8 @@ TORCH_INDEX, TORCH_WEIGHTS = "pytorch_model.bin.index.json", "pytorch_model.bin"
 #: The metadata of an index that an export computes.
 TOTAL_SIZE = "total_size"
 TRAINER_STATE = "trainer_state.json"
+#: The names of the checkpoints in the output folder of the Trainer.
+IN_SERIES = re.compile(r"checkpoint-\d+")
 #: Files of the Trainer with tensors that change from step to step, and their keys in the state.
 STATES = {"optimizer.pt": "optimizer", "optimizer.bin": "optimizer", "scheduler.pt": "scheduler"}
 #: Names of files that hold the weights of the model in another format, or in other shards.
@@ -77,6 +80,9 @@ def open_hf(folder: Path) -> Checkpoint:
     others = {}
     names, hidden = names_below(folder)
     left_out = [*weights.left_out, *hidden]
+    series = {path.name for path in folder.iterdir() if IN_SERIES.fullmatch(path.name) and is_hf(path)}
+    left_out += sorted(series)
+    names = {name for name in names if name.partition("/")[0] not in series}
     taken = {path.relative_to(folder).as_posix() for path in used}
     is_model = _COPIES.fullmatch(used[0].name) or any((folder / index).exists() for index in INDEXES)
     for name in sorted(names - taken):
@@ -96,8 +102,9 @@ def open_hf(folder: Path) -> Checkpoint:
     if weights.index_metadata:
         imported["index"] = weights.index_metadata
     about = {"safetensors": weights.metadata} if weights.metadata else {}
-    step = step_in(read_json(trainer)) if trainer.is_file() else None
-    return Checkpoint(state, size, step, about, imported, sorted(left_out), files.let_go)
+    stated = read_json(trainer) if trainer.is_file() else {}
+    metrics = metrics_of_trainer(stated)
+    return Checkpoint(state, size, step_in(stated), about, imported, sorted(left_out), files.let_go, metrics)
 
 
 def _safetensors(folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ then the state, in which plain values replace what they made.
 | argparse.Namespace, types.SimpleNamespace      | itself                                                         |
 | path of pathlib; date, time, timedelta of datetime | itself; a path of another system is a pure one             |
 | defaultdict of a builtin type, deque, frozenset | itself                                                        |
-| DictConfig, ListConfig of OmegaConf            | dict, list; interpolations are not resolved                    |
+| DictConfig, ListConfig of OmegaConf            | dict, list; interpolations are not resolved; a class: its name |
 | random.Random, numpy.random.Generator, RandomState | its state, as `getstate()`, `bit_generator.state` return it |
 | AttributeDict of Lightning                     | dict                                                           |
 
@@ -46,7 +46,7 @@ _LOAD = threading.Lock()
 
 
 class _Record:
-    """What a pickle calls an object of a class with, and its state."""
+    """The arguments with which a pickle makes an object of a class, and the state that it sets."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -103,7 +103,11 @@ class _DictOfLightning:
 
 _BUILTINS = ("dict", "list", "tuple", "set", "str", "int", "float", "bool", "bytes", "object", "type")
 _TYPING = ("Any", "Union", "Optional", "Dict", "List", "Tuple")
-_NODES = ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path", "Union", "InterpolationResult")
+_NODES = ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path", "InterpolationResult")
+_CONFIGS = (
+    *("omegaconf.dictconfig.DictConfig", "omegaconf.listconfig.ListConfig", "omegaconf.base.UnionNode"),
+    *(f"omegaconf.nodes.{name}Node" for name in _NODES),
+)
 _BIT_GENERATORS = {
     "MT19937": "_mt19937",
     "PCG64": "_pcg64",
@@ -119,10 +123,7 @@ _RECORDS: dict[str, type] = {
     "argparse.Namespace": _Namespace,
     "types.SimpleNamespace": _SimpleNamespace,
     "random.Random": _Random,
-    "omegaconf.dictconfig.DictConfig": _ConfigNode,
-    "omegaconf.listconfig.ListConfig": _ConfigNode,
-    **{f"omegaconf.nodes.{name}Node": _ConfigNode for name in _NODES},
-    "omegaconf.base.UnionNode": _ConfigNode,
+    **{name: type(name, (_ConfigNode,), {}) for name in _CONFIGS},
     "omegaconf.base.Metadata": _ConfigAbout,
     "omegaconf.base.ContainerMetadata": _ConfigAbout,
     "numpy.random.bit_generator.SeedSequence": _BitGenerator,
@@ -247,6 +248,8 @@ class PlainValues:
 
     def _plain(self, value: Any, depth: int) -> Any:
         kind = type(value)
+        if kind is type and issubclass(value, _ConfigNode):  # Lightning stores the class of hyperparameters beside them
+            return value.__name__
         if kind not in (dict, OrderedDict, Counter, list, tuple) and not isinstance(value, _Record):
             return value
         if id(value) in self._done or depth > 2 * MAX_DEPTH:  # a save refuses a state that is so deep
@@ -333,8 +336,8 @@ class PlainValues:
         order: Any = state[1] if state[1] in ("<", ">") else "="
         if type(name) is not str or not _DTYPE.fullmatch(name) or state[2:5] != (None, None, None):
             raise InvalidInputError(
-                f"{self._where}: refused: it holds a NumPy array of objects or of several fields (dtype "
-                f"{str(name)[:40]!r}); save lists, or an array for each field, then import it"
+                f"{self._where}: refused: it holds a NumPy array of objects, of several fields, or of a dtype of "
+                f"another package (dtype {str(name)[:40]!r}); save lists, or an array for each field, then import it"
             )
         if name[0] in "mM":
             unit, count, *_ = state[8][1]

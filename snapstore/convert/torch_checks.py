@@ -19,11 +19,17 @@ import re
 import struct
 import sys
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timezone
+from pathlib import PurePath
 from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
 
 from ..chunks import limits
 from ..errors import InvalidInputError
+from ..state.values.classes import is_namespace
 from ..state.values.containers import MAX_DEPTH, metadata_of
 from .checkpoint import damaged
 
@@ -446,12 +452,12 @@ def require_tree(state: Any, where: str) -> None:
     pending = [(state, False)]
     while pending:
         value, is_counted = pending.pop()
-        if isinstance(value, str) and len(value) >= _VALUE_CHARACTERS and id(value) not in places:
-            places[id(value)] = 1 + len(value) // _VALUE_CHARACTERS
+        if (characters := _characters(value)) >= _VALUE_CHARACTERS and id(value) not in places:
+            places[id(value)] = 1 + characters // _VALUE_CHARACTERS
             in_file += places[id(value)]
-        if not isinstance(value, dict | list | tuple | set | frozenset) or (id(value) in places and not is_counted):
+        inside = _inside(value)
+        if inside is None or (id(value) in places and not is_counted):
             continue
-        inside = [*value, *value.values(), metadata_of(value)] if isinstance(value, dict) else list(value)
         if is_counted:
             places[id(value)] = min(1 + sum(places.get(id(child), 1) for child in inside), sys.maxsize)
         else:
@@ -464,3 +470,21 @@ def require_tree(state: Any, where: str) -> None:
             f"{where}: its {in_file} values refer to each other and expand to more than {MAX_PLACES}; the file is "
             "damaged or hostile"
         )
+
+
+def _characters(value: Any) -> int:
+    """Return the length of a value that is stored as text or bytes each time that it is named; 0 for other values."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, np.generic):
+        return value.nbytes
+    return len(str(value)) if isinstance(value, PurePath | timezone) else 0
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """Return the keys and values of a container or namespace; None for other values."""
+    if isinstance(value, dict):
+        return [*value, *value.values(), metadata_of(value)]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    return list(vars(value).values()) if is_namespace(value) else None

@@ -115,7 +115,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         bases: ids of the snapshots whose packs this one uses.
         manifest_list: SHA-256 of its `ManifestList`; unset: all manifests were written for this snapshot.
         unproven: uuid of the repository from which its chunks were copied unverified; unset: their digests were proven.
-        created: seconds since the epoch, by the writer's clock.
+        created: seconds since the epoch, by the writer's clock; of an import, the date of its newest file.
         generation: 0, or the first base's generation plus one.
         depth: the most deltas in the chain of a chunk.
         logical_bytes: bytes of all tensors.

@@ -127,7 +127,7 @@ def _diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
             tensors.append(_compare(path, before[key].spec, next(pieces)))
         else:
             tensors.append(TensorDiff(path, "changed" if unlike[key] else "same", note=unlike[key]))
-    plain = _plain_changes(_tree(context, a, manifests_a), _tree(context, b, manifests_b))
+    plain = plain_changes(_tree(context, a, manifests_a), _tree(context, b, manifests_b))
     return DiffResult(a, b, tensors, plain)
 
 
@@ -198,7 +198,7 @@ def _tree(context: Context, snapshot: Snapshot, manifests: Sequence[Manifest]) -
         return decode_tree(context, manifests, snapshot.ref)
 
 
-def _plain_changes(tree_a: Any, tree_b: Any) -> list[tuple[str, str, str]]:
+def plain_changes(tree_a: Any, tree_b: Any) -> list[tuple[str, str, str]]:
     """Return (path, before, after) of plain values and types of containers that differ; "": it does not exist."""
     gone = (b"", "")
     before, after = _packed(tree_a), _packed(tree_b)

@@ -53,6 +53,7 @@ class SaveRequest:
         last: id of this process's last save of the run, if it has not restored the run since.
         first_seq: the lowest sequence number to take.
         before_commit: called once all tensors are stored; what it raises ends the save without a commit.
+        created: when the state was made [s since the epoch]; None: at the commit.
 
     Raises:
         InvalidInputError: an argument cannot be saved, or tensors have no memory here.
@@ -73,6 +74,7 @@ class SaveRequest:
     last: str | None = None
     first_seq: int = 0
     before_commit: Callable[[], None] = lambda: None
+    created: float | None = None
     metadata_node: msgspec.Raw = field(init=False)
     _metrics: dict[str, MetricRead] = field(init=False)
 

@@ -111,7 +111,7 @@ def commit(
         tags=request.tags,
         metrics=request.read_metrics(),
         metadata_node=request.metadata_node,
-        created=time.time(),
+        created=time.time() if request.created is None else request.created,
         generation=next_generation(bases),
         depth=written.depth,
         chunks=written.chunks,

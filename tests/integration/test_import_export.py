@@ -38,8 +38,8 @@ from snapstore.convert import (
     safetensors_file,
 )
 from snapstore.convert.checkpoint import nest
-from snapstore.convert.importing import default_run, format_of
 from snapstore.convert.importing import save_file as save_torch_file
+from snapstore.convert.sources import default_run, format_of
 from snapstore.errors import AlreadyExistsError, IntegrityError, OutputError
 from snapstore.restore.streaming import TensorReader
 from snapstore.storage.memory import MemoryStore

@@ -9,7 +9,7 @@ import torch
 from kit.repositories import OPTIONS, same
 from snapstore import InvalidInputError, Repository
 from snapstore.convert import import_checkpoints, orbax_folder
-from snapstore.convert.importing import format_of
+from snapstore.convert.sources import format_of
 from snapstore.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's event loops

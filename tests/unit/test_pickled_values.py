@@ -102,6 +102,9 @@ def test_configs_of_omegaconf_are_plain_values():
     found = read({"cfg": config, "inner": [config.b], "typed": omegaconf.DictConfig({"x": 1}, element_type=int)})
     assert found == {"cfg": values | {"f": "${a}", "g": "???"}, "inner": [values["b"]], "typed": {"x": 1}}
     assert {type(found["cfg"]), type(found["cfg"]["b"]), type(found["inner"][0])} == {dict, list}
+    # so Lightning stores hyperparameters
+    found = read({"hyper_parameters": config, "hparams_type": type(config)})
+    assert found["hparams_type"] == "omegaconf.dictconfig.DictConfig"
 
 
 def test_generators_are_their_states():
@@ -191,8 +194,8 @@ def test_hostile_arguments_are_refused(name, zipped):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (np.array([{}, 1], object), "refused: it holds a NumPy array of objects or of several fields (dtype 'O8')"),
-        (np.zeros(2, "f4,i4"), "refused: it holds a NumPy array of objects or of several fields (dtype 'V8')"),
+        (np.array([{}, 1], object), "package (dtype 'O8')"),
+        (np.zeros(2, "f4,i4"), "package (dtype 'V8')"),
         (np.ones(1).view(np.recarray), "refused: it holds a Python object (numpy."),
         (np.ma.array([1.0]), "refused: it holds a Python object (numpy.ma"),
         (collections.defaultdict(dict.fromkeys, a=1), "refused: it holds a Python object ("),
@@ -213,6 +216,47 @@ def test_a_type_as_a_value_is_named_by_its_path(tmp_path):
         pytest.raises(InvalidInputError, match=r"cfg\.kind"),
     ):
         list(import_checkpoints(repository, [tmp_path / "x.pt"], run="r"))
+
+
+def doubled(make):
+    value = make([1])
+    for _ in range(60):
+        value = make([value, value])
+    return value
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda values: argparse.Namespace(**{f"v{at}": value for at, value in enumerate(values)}),
+        lambda values: types.SimpleNamespace(**{f"v{at}": value for at, value in enumerate(values)}),
+        lambda values: collections.defaultdict(list, enumerate(values)),
+        collections.deque,
+    ],
+    ids=["namespace", "simple", "default", "deque"],
+)
+def test_values_that_are_named_again_and_again_are_refused(make):
+    with pytest.raises(InvalidInputError, match=r"x\.pt: its \d+ values refer to each other"):
+        read({"a": doubled(make)})
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "long",
+    [
+        pathlib.PurePosixPath("x" * 100_000),
+        datetime.timezone(datetime.timedelta(hours=1), "x" * 100_000),
+        np.bytes_(b"x" * 100_000),
+        np.str_("x" * 100_000),
+        np.void(b"x" * 100_000),
+    ],
+    ids=["path", "zone", "bytes", "text", "void"],
+)
+def test_a_long_value_that_is_named_again_and_again_is_refused(long):
+    with pytest.raises(InvalidInputError, match=r"x\.pt: its \d+ values refer to each other"):
+        read({"a": [[long] * 300] * 300})
+    assert len(read({"a": [long] * 3})["a"]) == 3
 
 
 WHOLE = written({name: EXACT[name] for name in EXACT.keys() - {"python", "numpy", "bytes"}}, zipped=False).getvalue()

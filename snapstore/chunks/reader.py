@@ -139,7 +139,8 @@ class ChunkReader:
                 for begun, wait in decoding:
                     _ended(wait)
                     begun.engine.give_back(begun.buffer)
-                self._spare.clear()
+                while self._spare:
+                    self._engines.cpu.give_back(self._spare.pop())
                 if self._readers is not None:
                     self._readers.close()
 
@@ -179,6 +180,7 @@ class ChunkReader:
             buffer = self._spare.pop()
             if nbytes <= len(buffer):
                 return buffer
+            engine.give_back(buffer)
         return engine.buffer(nbytes + int(nbytes * BUFFER_SLACK))
 
     def _open_ahead(self, keys: Sequence[str]) -> None:

@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.objects import replace
-from snapstore import Repository, SaveOptions, SnapshotManager
-from snapstore.engine import cuda
+from snapstore import Repository, SaveOptions, SnapshotManager, engine
 from snapstore.engine.batches import Chunks
 from snapstore.engine.cpu import CpuEngine
 from snapstore.format import records
@@ -30,8 +29,9 @@ from snapstore.storage.memory import MemoryStore
 MASK = 2**64 - 1
 CHUNK_BYTES = 4096
 LONG, SHORT = 3 * CHUNK_BYTES, 64  # of a tensor: its whole chunks, and its last one
-KERNEL = Path(cuda.__file__).with_name("digest.cu").read_text()
-SECRET = [int(word, 16) for word in re.findall(r"0x(\w{16})ull", KERNEL.split("SECRET[24]")[1].split("}")[0])]
+HEADER = Path(engine.__file__).with_name("native") / "xxh3.h"
+WORDS = re.findall(r"0x(\w{16})ull", HEADER.read_text().split("SECRET[SECRET_WORDS]")[1].split("}")[0])
+SECRET = [int(word, 16) for word in WORDS]
 OPTIONS = SaveOptions(threads=2, verify_writes="full")
 SEEDS = st.sampled_from([0, 1, 2**63, MASK]) | st.integers(0, MASK)
 

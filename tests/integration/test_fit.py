@@ -106,7 +106,7 @@ def test_parts_that_are_not_there(repository):
 
 
 def test_values_of_each_rank_in_another_part():
-    """They prevent a restore of the whole snapshot, but not one of another part."""
+    """With per_rank="same" they prevent a restore of the whole snapshot, but not one of another part."""
     store = created()
     RankWriter(store).save(
         {"": {}, "model": {"w": np.ones((6, 4))}, "loader": {"x": np.zeros(3)}},
@@ -114,9 +114,10 @@ def test_values_of_each_rank_in_another_part():
     )  # fmt: skip
     with opened(store) as repository:
         with pytest.raises(InvalidInputError, match=r"loader\.own: each rank's own"):
-            repository.restore("ranks@0")
+            repository.restore("ranks@0", per_rank="same")
         with pytest.raises(InvalidInputError, match=r"own: each rank's own"):
-            repository.restore("ranks@0", part="loader")
+            repository.restore("ranks@0", part="loader", per_rank="same")
+        assert repository.restore("ranks@0", part="loader")["own"] == {0: 7, 1: 8}
         assert same(repository.restore("ranks@0", part="model"), {"w": np.ones((6, 4))})
 
 

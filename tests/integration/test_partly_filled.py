@@ -73,7 +73,7 @@ def test_an_error_of_a_later_try_says_what_the_first_one_has_filled(two, monkeyp
         monkeypatch.setattr(pipeline, "PartSources", gone)
         return gone() if deleted else snapshot
 
-    def gone(*_):
+    def gone(*_, **__):
         raise NotFoundError("gone")
 
     monkeypatch.setattr(pipeline, "load", load)

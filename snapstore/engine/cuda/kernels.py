@@ -92,7 +92,8 @@ def _kernel(name: str, device: int) -> Any:
     options = ["-std=c++17"]
     if name in APPLY:
         options += [f"-DTILE_BYTES={apply_tile_bytes(device)}", f"-DELEMENT_SIZE={APPLY[name]}"]
-    return cupy.RawKernel(_source("sparse_apply" if name in APPLY else name), name, options=tuple(options))
+        name = "sparse_apply"
+    return cupy.RawKernel(_source(name), name, options=tuple(options))
 
 
 @dataclass(frozen=True, slots=True)

@@ -444,7 +444,7 @@ class _WorkerInit:
 
 def _digest_of(batch: Any) -> int:
     """Return a digest of indices."""
-    return xxhash.xxh3_64_intdigest(msgspec.json.encode(batch, enc_hook=_plain))
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(batch, enc_hook=_plain))
 
 
 def _plain(index: Any) -> Any:
@@ -466,7 +466,7 @@ def _set_global(state: Values) -> None:
     """Set the global generators to a state of `_GLOBAL`, whose arrays may be tensors, and the other way."""
     import torch
 
-    _GLOBAL.load_state_dict(state | {"torch": torch.as_tensor(state["torch"])})
+    _GLOBAL.load_state_dict(state | {"torch": torch.as_tensor(state["torch"], device="cpu")})
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 The oracle is the same loop that was never interrupted, over the bare DataLoader where that is the question.
 """
 
+import contextlib
 import io
 import pickle
 import random
@@ -408,3 +409,45 @@ def test_a_loader_of_torchdata_keeps_its_state(workers):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 check(make, 14, save, plain=False, between=between)
+
+
+class AsItGoes(torch.utils.data.Sampler):
+    """A sampler that draws each index from Python's global generator as it goes."""
+
+    def __iter__(self):
+        return (random.randrange(11) for _ in range(8))
+
+    def __len__(self):
+        return 8
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("save", [1, 2, 3, 7])
+def test_a_sampler_that_draws_from_global_generators_as_it_goes(save, workers):
+    """The order is the same if only the sampler draws from the generator; else it is, or the resume raises."""
+
+    def resumed(*, draws):
+        def end(loader, seen=()):
+            for batch in loader:
+                seen = [*seen, int(batch)]
+                if draws:
+                    random.random()
+                if len(seen) == save:
+                    yield loader.state_dict(), RngState().state_dict()
+            yield seen
+
+        def make():
+            return resumable(DataLoader(range(11), sampler=AsItGoes(), num_workers=workers))
+
+        seed(0)
+        (position, rng), whole = end(make())
+        seed(1)
+        loader = make()
+        loader.load_state_dict(position)
+        RngState().load_state_dict(rng)
+        (*_, rest) = end(loader)
+        return rest == whole[save:]
+
+    assert resumed(draws=False)
+    with contextlib.suppress(InvalidInputError):
+        assert resumed(draws=True)

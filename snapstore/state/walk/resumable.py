@@ -263,12 +263,19 @@ class _Epoch(Iterator[T_co]):
     def _resume(self, resumed: Values) -> None:
         owner, seen = self._owner, resumed["batches"]
         self.state = resumed | {"batches": seen - seen % (self._workers or 1)}
-        with _global_generators(resumed["rng"]):
+        with _global_generators(resumed["rng"]) as outside:
             _warn_of_epoch(owner._samplers(), resumed["samplers"])
             owner.set_samplers(resumed["samplers"])
             self._make()
             for _ in range(seen - self.state["batches"]):
                 self._next()
+            drawn = zip(_arrays(self._batches.rng), _arrays(_GLOBAL.state_dict()), _arrays(outside), strict=True)
+            if any(not np.array_equal(x, now) and not np.array_equal(now, then) for x, now, then in drawn):
+                raise InvalidInputError(
+                    "the sampler draws from the global generators after its first batch, and the training does too, so "
+                    "its order cannot be repeated: let it draw from a generator that is its attribute, such as "
+                    "random.Random(seed); or restore all but the loader with keys=[...], and begin a new epoch"
+                )
         if (self.state["batches"], self.state["indices"]) != (seen, resumed["indices"]):
             raise InvalidInputError(
                 f"the first {seen} batches of the epoch differ from those before the snapshot: the data, "
@@ -380,6 +387,7 @@ class _Batches(Iterator[Any]):
 
     Attributes:
         skipped: the digest of the batches that were left out.
+        rng: the global generators after the first batch.
         digests: those of the batches that were drawn, and not counted yet.
     """
 
@@ -387,6 +395,7 @@ class _Batches(Iterator[Any]):
         self._sampler, self._skip, self._before = indices.sampler, indices.skip, indices.before
         self._drawn: Iterator[Any] | None = None
         self.skipped = 0
+        self.rng: Values = {}
         self.digests: deque[int] = deque()
 
     def start(self) -> Iterator[Any]:
@@ -396,9 +405,10 @@ class _Batches(Iterator[Any]):
             if before is not None:
                 before()
             batches = iter(self._sampler)
-            for batch in islice(batches, self._skip):
-                self.skipped = _digest(_digest_of(batch), self.skipped)
             self._drawn = chain(list(islice(batches, 1)), batches)
+            self.rng = _GLOBAL.state_dict()
+            for batch in islice(self._drawn, self._skip):
+                self.skipped = _digest(_digest_of(batch), self.skipped)
         return self._drawn
 
     def __next__(self) -> Any:
@@ -470,12 +480,12 @@ def _set_global(state: Values) -> None:
 
 
 @contextmanager
-def _global_generators(state: Values) -> Iterator[None]:
-    """Set the global generators, and put them back at the end."""
+def _global_generators(state: Values) -> Iterator[Values]:
+    """Set the global generators, and put them back at the end; yield their states outside."""
     outside = _GLOBAL.state_dict()
     _set_global(state)
     try:
-        yield
+        yield outside
     finally:
         _set_global(outside)
 

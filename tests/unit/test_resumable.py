@@ -451,3 +451,10 @@ def test_a_sampler_that_draws_from_global_generators_as_it_goes(save, workers):
     assert resumed(draws=False)
     with contextlib.suppress(InvalidInputError):
         assert resumed(draws=True)
+
+
+@pytest.mark.slow
+def test_persistent_workers_that_were_in_use_before():
+    """The workers of the loader itself do not send their generators."""
+    loader = made(1, batch_size=2, persistent_workers=True)
+    assert len(list(loader)) == len(list(resumable(loader))) == 6

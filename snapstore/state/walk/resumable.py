@@ -121,6 +121,7 @@ class ResumableLoader(Generic[T_co]):
         name = "sampler" if new.batch_sampler is None else "batch_sampler"
         self._indices = _Indices(getattr(new, name))
         object.__setattr__(new, name, self._indices)  # a DataLoader refuses another sampler, since it may be in use
+        new._iterator = None  # persistent workers of the loader itself have another collate_fn
         if new.num_workers:
             new.collate_fn, new.worker_init_fn = _Collate(new.collate_fn), _WorkerInit(new.worker_init_fn)
         self._copy = new

@@ -28,7 +28,10 @@ _VECTOR = re.compile(r"(?P<head>.+\.lora_magnitude_vector)\.(?P<adapter>[^.]+)\.
 _EMBEDDING = re.compile(r"(?P<head>.+\.lora_embedding_[AB])\.(?P<adapter>[^.]+)(?P<tail>)")
 _WHOLE = re.compile(r"(?P<head>.+)\.modules_to_save\.(?P<adapter>[^.]+)(?P<tail>\..+)")
 #: Names that only a PeftModel has. Other names with `lora_` belong to a variant of LoRA.
-_OF_MODEL = re.compile(r"(.+\.)?(base_layer|original_module|prompt_encoder|token_adapter|lora_\w+\.[^.]+\.\w+)(\..+)?")
+_OF_MODEL = re.compile(
+    r"(.+\.)?(base_layer|original_module|prompt_encoder|token_adapter(?!\.trainable_tokens_delta$)|lora_\w+\.[^.]+\.\w+)"
+    r"(\..+)?"
+)
 _PLAIN = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?A(?:\.weight)?")
 WRITE = 'model.peft_config["default"].save_pretrained("adapter")'
 RESAVE = 'save {"model": peft.get_peft_model_state_dict(model)} instead: PEFT chooses the tensors there'

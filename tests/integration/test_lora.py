@@ -211,6 +211,18 @@ def test_other_adapters_are_exported_as_peft_chooses_them(repository, tmp_path):
     assert torch.equal(outputs(loaded(tmp_path / "out")), outputs(model))
 
 
+@pytest.mark.parametrize(
+    "options", [{"trainable_token_indices": [1, 5]}, {"bias": "lora_only"}], ids=["tokens", "bias"]
+)
+def test_the_form_that_a_refusal_names_is_exported(options, repository, tmp_path):
+    model = adapted(**options)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InvalidInputError, match="get_peft_model_state_dict"):
+        exported(repository, tmp_path, {"model": model})
+    exported(repository, tmp_path, {"model": peft.get_peft_model_state_dict(model)})
+    assert torch.equal(outputs(loaded(tmp_path / "out")), outputs(model))
+
+
 def test_two_adapters_are_no_folder(repository, tmp_path):
     model = adapted()
     model.add_adapter("second", peft.LoraConfig(r=4, target_modules=["q_proj"]))

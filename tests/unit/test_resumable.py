@@ -254,6 +254,22 @@ def test_another_look_at_a_batch_does_not_move_the_position():
     assert loader.state_dict()["batches"] is None
 
 
+def test_an_iterator_that_is_kept_is_named(caplog):
+    """Nothing tells whether a loop around the last one goes on with it."""
+    loader = resumable(made(0, batch_size=2))
+    kept = iter(loader)
+    next(kept)
+    for _ in loader:
+        loader.state_dict()
+    assert not caplog.records
+    for _ in range(2):
+        assert loader.state_dict()["batches"] == 1
+    assert len(caplog.records) == 1
+    assert "the position is that of an earlier iterator, after 1 batches" in caplog.text
+    del kept
+    assert loader.state_dict()["batches"] is None
+
+
 def test_a_running_loop_continues_at_the_loaded_position():
     """So an iterator may be made before `restore_into`."""
     loader = resumable(made(0, shuffle=True, batch_size=2))

@@ -105,13 +105,14 @@ class ResumableLoader(Generic[T_co]):
     """
 
     per_rank = True
-    __slots__ = ("__weakref__", "_alive", "_copy", "_indices", "_loader", "_resume", "_seeded", "_workers")
+    __slots__ = ("__weakref__", "_alive", "_copy", "_indices", "_loader", "_resume", "_seeded", "_warned", "_workers")
 
     def __init__(self, loader: DataLoader[T_co]) -> None:
         self._loader: Any = loader
         self._alive: list[weakref.ref[_Epoch[T_co]]] = []  # in the order in which they have advanced
         self._resume: Values | None = None  # the position at which the next epoch begins
         self._seeded = False  # whether persistent workers have got their seed
+        self._warned = False  # of an earlier iterator
         self._workers: list[Values | None] | None = None  # persistent ones at the end of the last epoch
         self._copied()
 
@@ -144,6 +145,13 @@ class ResumableLoader(Generic[T_co]):
     def _epoch(self) -> _Epoch[T_co] | None:
         """Return the epoch that a loop is in: the last one that has advanced, unless its loop has left it."""
         epochs = [epoch for one in self._alive if (epoch := one()) is not None and not epoch.is_over]
+        if epochs and epochs[-1] is not self._alive[-1]() and not self._warned:
+            self._warned = True
+            log.warning(
+                "resumable: the last loop is over, so the position is that of an earlier iterator, after %d batches: "
+                "if no loop uses that one, delete it (del iterator), or a resume begins there",
+                epochs[-1].state["batches"],
+            )
         return epochs[-1] if epochs else None
 
     def state_dict(self) -> Values:

@@ -8,6 +8,7 @@ import io
 import pickle
 import random
 import re
+import time
 import warnings
 
 import numpy as np
@@ -322,6 +323,27 @@ def test_an_error_of_the_dataset_counts_its_batch():
     assert position["batches"] == 3
     loader.load_state_dict(position)
     assert [batch[0, 0].item() for batch in loader] == [3, 4, 5]
+
+
+class Slow(Augmented):
+    def __getitem__(self, index):
+        time.sleep(1.5 if index == 1 else 0)
+        return index
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_late_counts_once():
+    """torch raises an error after `timeout`, and returns the batch later."""
+    batches = iter(loader := resumable(DataLoader(Slow(4), num_workers=1, timeout=1)))
+    seen, errors = [], []
+    while len(seen) < 3:
+        try:
+            seen.append(int(next(batches)))
+        except RuntimeError as error:
+            errors.append(str(error))
+        assert loader.state_dict()["batches"] == len(seen)
+    assert seen == [0, 1, 2]
+    assert "timed out" in errors[0]
 
 
 def test_another_number_of_workers_gets_the_same_batches(caplog):

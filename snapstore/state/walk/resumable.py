@@ -342,8 +342,9 @@ class _Epoch(Iterator[T_co]):
             item = next(self._inner)
         except StopIteration:
             raise
-        except Exception:
-            self._count(None)
+        except Exception as error:
+            if not (self._workers and str(error).startswith("DataLoader ")):  # torch timed out, and keeps the batch
+                self._count(None)
             raise
         data, rng = item if self._workers else (item, None)
         self._count(rng)

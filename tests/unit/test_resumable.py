@@ -408,9 +408,17 @@ class OwnLoop(DataLoader):
         return iter(())
 
 
+class OwnBatches(DataLoader):
+    """As the loaders of neighbors in torch_geometric."""
+
+    def _get_iterator(self):
+        return map(float, super()._get_iterator())
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda: OwnBatches([1], num_workers=1), "OwnBatches changes the batches of its workers.*pass num_workers=0"),
         (lambda: DataLoader(Stream()), r"an IterableDataset \(Stream\), and only the dataset knows its position: give"),
         (lambda: [1, 2], "expected a DataLoader of torch, got list"),
         (lambda: OwnLoop([1]), "OwnLoop has an __iter__ of its own"),
@@ -420,6 +428,10 @@ class OwnLoop(DataLoader):
 def test_what_cannot_be_exact_is_refused(make, text):
     with pytest.raises(InvalidInputError, match=text):
         resumable(make())
+
+
+def test_a_loader_may_change_its_batches_without_workers():
+    assert list(resumable(OwnBatches([1, 2]))) == [1.0, 2.0]
 
 
 def test_it_stands_for_the_loader():

@@ -62,7 +62,8 @@ def resumable(loader: DataLoader[T_co]) -> ResumableLoader[T_co]:
 
     Raises:
         InvalidInputError: it is no DataLoader; it has an IterableDataset, whose position only the dataset knows; it
-            yields batches in the order in which they get ready; or its class has an `__iter__` of its own.
+            yields batches in the order in which they get ready; or its class has an `__iter__` of its own, or with
+            workers a `_get_iterator`.
     """
     from torch.utils.data import DataLoader, IterableDataset
 
@@ -86,6 +87,11 @@ def resumable(loader: DataLoader[T_co]) -> ResumableLoader[T_co]:
         raise InvalidInputError(
             f"resumable: {name} has an __iter__ of its own, so its order is not known; pass the DataLoader that it is "
             "made from (for accelerate, see snapstore.integrations.accelerate)"
+        )
+    if loader.num_workers and type(loader)._get_iterator is not DataLoader._get_iterator:
+        raise InvalidInputError(
+            f"resumable: {name} changes the batches of its workers by a _get_iterator of its own, and they come with "
+            "the workers' generators here; pass num_workers=0"
         )
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise InvalidInputError(

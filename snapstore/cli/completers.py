@@ -18,25 +18,52 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ..catalog.history import View
+    from ..format.records import Snapshot
 
 #: A shell sets this variable to ask for completions.
 VARIABLE = "_SNAPSTORE_COMPLETE"
 #: A store that does not answer is given up after this time [s].
 COMPLETE_WITHIN_S = 3.0
-#: bash splits words at `@`, `:` and `=`, and wants only what follows; but an `@` belongs to what follows.
+#: Metrics may have any names, so a script quotes what a shell would expand: no key press, and no finished line, may run
+#: the `$(...)` in a name. bash splits words at `@`, `:` and `=`, and wants only what follows; but an `@` belongs to it.
 BASH = r"""
 _snapstore_completion() {
-    local line="${COMP_LINE:0:COMP_POINT}" word cut reply
-    word="${line##*[[:space:]]}"
-    cut="${word%"${word##*["${COMP_WORDBREAKS//[[:space:]]/}"]}"}"
+    local line="${COMP_LINE:0:COMP_POINT}" word plain cut reply
+    word="${line##*[^\\][[:space:]]}"
+    plain="${word//\\?/__}"
+    cut="${plain%"${plain##*["${COMP_WORDBREAKS//[[:space:]]/}"]}"}"
+    cut="${word:0:${#cut}}"
     cut="${cut%@}"
     COMPREPLY=()
     while IFS='' read -r reply; do
+        if [[ $word == [\"\']* ]]; then
+            [[ $reply == *[\!\"\$\'\\\`]* ]] && continue
+        elif [[ $reply == *[[:space:]\!\"\#\$\&\'\(\)\*\;\<\>\?\[\\\^\`\{\|\}\~]* ]]; then
+            printf -v reply %q "$reply"
+        fi
         [[ -n $reply ]] && COMPREPLY+=("${reply#"$cut"}")
-    done < <(COMP_LINE="$line" _SNAPSTORE_COMPLETE=complete_bash "$1")
+    done < <(COMP_LINE="$line" _SNAPSTORE_COMPLETE=complete_bash "$1" 2>/dev/null)
 }
 complete -o default -o nosort -F _snapstore_completion snapstore
+"""
+#: typer's own script evaluates the names. Each line of the form for fish is a name, a tab and its help.
+ZSH = r"""
+#compdef snapstore
+_snapstore_completion() {
+    local line name help
+    local -a names
+    while IFS='' read -r line; do
+        name="${line%%$'\t'*}" help="${line#"$name"}"
+        name="${${name//\\/\\\\}//:/\\:}"
+        [[ -n $name ]] && names+=("$name${help/$'\t'/:}")
+    done < <(_TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" _TYPER_COMPLETE_FISH_ACTION=get-args \
+        _SNAPSTORE_COMPLETE=complete_fish snapstore 2>/dev/null)
+    if (( $#names )); then _describe snapstore names; else _files; fi
+}
+compdef _snapstore_completion snapstore
 """
 
 
@@ -47,7 +74,8 @@ def begin() -> None:
     completion_init()
     if os.environ[VARIABLE] == "complete_bash":  # typer wants the line, and the number of the word to complete
         line = os.environ.get("COMP_LINE", "")
-        number = _count_words(line) - (not line[-1:].isspace())
+        begins_word = line[-1:].isspace() and not line[:-1].endswith("\\")
+        number = _count_words(line) - (not begins_word)
         os.environ.update(COMP_WORDS=line, COMP_CWORD=str(number))
     logging.disable()
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - until the end
@@ -67,8 +95,8 @@ def _count_words(line: str) -> int:
 
 def script(shell: str) -> str:
     """Return what a shell has to run once, to complete the arguments of `snapstore`: bash, zsh or fish."""
-    if shell == "bash":
-        return BASH.strip()
+    if shell in ("bash", "zsh"):
+        return (BASH if shell == "bash" else ZSH).strip()
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # its module is private
 
     return str(get_completion_script(prog_name="snapstore", complete_var=VARIABLE, shell=shell))
@@ -111,8 +139,10 @@ def _of(view: View, run: str, states: tuple[str, ...]) -> list[str]:
     names = dict.fromkeys(str(s.step) for s in snapshots)
     if "committed" in states:
         tags = sorted({tag for s in snapshots for tag in s.tags})
-        metrics = sorted({metric for s in snapshots for metric in s.metrics})
-        words = ["latest", "highest", *(f"best:{metric}" for metric in metrics)]
+        best = (
+            f"best:{metric}{':min' if metric.endswith((':min', ':max')) else ''}" for metric in _metrics_of(snapshots)
+        )
+        words = ["latest", "highest", *best]
         names = dict.fromkeys([*tags, *words, *names])
     return [f"{run}@{name}" for name in names]
 
@@ -136,8 +166,13 @@ def metrics(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the metrics that begin so; of a list such as `loss,l`, the last of them."""
     view = _view(ctx)
     before, comma, last = incomplete.rpartition(",")
-    names = {name for s in (view.snapshots() if view else []) for name in s.metrics if name.startswith(last)}
-    return [f"{before}{comma}{name}" for name in sorted(names)]
+    names = _metrics_of(view.snapshots()) if view else []
+    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+
+def _metrics_of(snapshots: Iterable[Snapshot]) -> list[str]:
+    """Return the metrics that some snapshot has, without names that a terminal cannot show."""
+    return sorted({name for s in snapshots for name in s.metrics if name.isprintable()})
 
 
 #: The names of options and arguments in `--help`, and what completes them.

@@ -193,9 +193,16 @@ def test_verbs_runs_references_tags_and_metrics_are_completed(place, on_path, sh
     assert replies(f"snapstore log --repo {place} e", "/nowhere", shell) == ["exp"]
 
 
-def test_zsh_gets_its_own_form(place, on_path):
-    assert replies("snapstore log --sort l", place, "zsh") == '_arguments \'*: :(("loss"\n"lr"))\'\n'
-    assert '"exp@best\\\\:loss"' in replies("snapstore show exp@b", place, "zsh")
+def test_only_names_that_a_terminal_can_show_are_completed(on_path, tmp_path):
+    """A metric may have any name; a name such as acc:max is one of a reference only with its :min or :max."""
+    metrics = {"acc:max": 1.0, "a\nb": 2.0, "a\x1b[31mc": 3.0, "a d": 4.0}
+    with Repository.create(tmp_path / "repo") as repository:
+        repository.save(state(0), run="exp", step=0, metrics=metrics)
+        assert repository.snapshot("exp@best:acc:max:min").metrics == metrics
+    for shell in ("bash", "fish"):
+        expected = ["exp@best:a d", "exp@best:acc:max:min"]
+        assert replies("snapstore show exp@best:", tmp_path / "repo", shell) == expected
+        assert replies("snapstore log --sort a", tmp_path / "repo", shell) == ["a d", "acc:max"]
 
 
 def files_of(folder):
@@ -246,17 +253,17 @@ def test_the_script_of_each_shell_can_be_read(shell, place, tmp_path):
 
 
 @contextmanager
-def typing(url, *keys):
-    """Type keys into an interactive bash on a terminal; yield all that it showed."""
+def typing(url, *keys, shell="bash"):
+    """Type keys into an interactive shell on a terminal; yield all that it showed."""
     ours, theirs = pty.openpty()
     env = environment(SNAPSTORE_REPO=str(url), PS1="> ", TERM="dumb", HISTFILE="/dev/null")
-    command = ["bash", "--norc", "--noprofile", "-i"]
+    command = ["bash", "--norc", "--noprofile", "-i"] if shell == "bash" else ["zsh", "-f", "-i"]
     streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
     with subprocess.Popen(command, env=env, start_new_session=True, **streams) as child:
         os.close(theirs)
-        os.write(ours, "".join([*keys, "exit\n"]).encode())  # bash reads them as it gets to them
+        os.write(ours, "".join([*keys, "exit\n"]).encode())  # the shell reads them as it gets to them
         seen = b""
-        with suppress(OSError):  # bash has closed its end
+        with suppress(OSError):  # the shell has closed its end
             while data := os.read(ours, 65536):
                 seen += data
         child.wait(60)
@@ -287,6 +294,35 @@ def test_bash_completes_what_is_typed(place, on_path):
             f"\n{(place / 'config').stat().st_size}\r\n",
         ):
             assert expected in seen, seen
+
+
+ODD = {
+    "a": "two words",
+    "b": "it's",
+    "c": "$(touch ran)",
+    "d": "\\$(touch ran)",
+    "e": 'say "no"',
+    "f": "50%;touch ran",
+}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_no_name_of_a_metric_is_run(on_path, tmp_path, monkeypatch, shell):
+    """typer's script for zsh ran a command in a name when the tab key was pressed, and bash with the enter key."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    with Repository.create(tmp_path / "repo") as repository:
+        for run, name in ODD.items():
+            repository.save({"w": torch.zeros(4)}, run=run, step=7, metrics={name: 1.0})
+    monkeypatch.chdir(tmp_path)
+    keys = ["autoload -U compinit; compinit -u -D\n"] if shell == "zsh" else []
+    keys += [f'eval "$(snapstore completion {shell})"\n']
+    keys += [f"snapstore show {run}@best:\t| head -1\n" for run in ODD]
+    keys += ["snapstore show 'a@best:tw\t| head -1\n", "snapstore show a@best:two\\ w\t| head -1\n"]
+    with typing(tmp_path / "repo", *keys, shell=shell) as seen:
+        assert not (tmp_path / "ran").exists()
+        shown = re.findall(r"snapshot  (.)@7 \(committed\)", seen)
+        assert shown == [*ODD, "a", "a"], seen
 
 
 # --- help

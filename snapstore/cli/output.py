@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import sys
 import threading
 import time
@@ -294,7 +295,12 @@ def _rewritten_line(line_of: Callable[[], str]) -> Iterator[None]:
         refresh_per_second=SIGNS_PER_S,
         redirect_stdout=sys.stdout.isatty(),
     )
-    timer = threading.Timer(SPINNER_AFTER_S, live.start)
+
+    def start() -> None:
+        with suppress(RuntimeError):  # it starts a thread, too
+            live.start()
+
+    timer = threading.Timer(SPINNER_AFTER_S, start)
     try:
         with _running(timer, timer.cancel):
             yield
@@ -309,10 +315,19 @@ def _lines_now_and_then(line_of: Callable[[], str]) -> Iterator[None]:
 
     def print_lines() -> None:
         while not ended.wait(LINE_EVERY_S):
-            note(f"snapstore: {line_of()}")
+            if _takes_more():
+                note(f"snapstore: {line_of()}")
 
     with _running(threading.Thread(target=print_lines, name="snapstore-progress"), ended.set):
         yield
+
+
+def _takes_more() -> bool:
+    """Return whether stderr can be written at once: while a pipe is full, the verb goes on without its lines."""
+    try:
+        return bool(select.select([], [sys.stderr], [], 0)[1])
+    except (OSError, ValueError):  # it has no descriptor
+        return True
 
 
 @contextmanager

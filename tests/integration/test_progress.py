@@ -168,6 +168,19 @@ def test_a_log_gets_a_line_now_and_then(server):
     assert sum(FAR.search(line) is not None for line in lines) >= 3
 
 
+def test_a_pipe_that_nobody_reads_stops_no_verb(server):
+    """Its lines filled the pipe, and the verb waited for a reader at its end."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    slow(server, 0.1)
+    line = command("check", "--read-data", LINE_EVERY_S=0.001)
+    done = subprocess.run(line, env=environment(), stdout=subprocess.PIPE, stderr=writer, check=False, timeout=300)
+    os.close(writer)
+    assert done.returncode == 0
+    with os.fdopen(reader) as said:
+        assert said.read().startswith("snapstore: opening s3://bucket/repo: ")
+
+
 def test_a_dumb_terminal_is_a_log(server):
     with terminal() as (end, written):
         env = environment(TERM="dumb")
@@ -300,17 +313,27 @@ def test_each_verb_counts_all_of_its_bytes_and_no_more(tmp_path, monkeypatch, co
     assert progress.retrying() is None
 
 
-@pytest.mark.parametrize("on_terminal", [True, False])
-def test_a_process_that_may_start_no_thread_goes_on_without(monkeypatch, on_terminal):
+@pytest.mark.filterwarnings("error")  # of an exception that ends a thread
+@pytest.mark.parametrize(("on_terminal", "threads"), [(True, 0), (False, 0), (True, 1)])
+def test_a_process_that_may_start_no_thread_goes_on_without(monkeypatch, on_terminal, threads):
+    original, started = threading.Thread.start, []
+
     def start(self):
-        raise RuntimeError("can't start new thread")
+        started.append(self)
+        if len(started) > threads:
+            raise RuntimeError("can't start new thread")
+        original(self)
 
     monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(output, "SPINNER_AFTER_S", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
     monkeypatch.setenv("TERM", "xterm")
     with output.spinner("working"):
+        for thread in started[:threads]:
+            thread.join(60)  # it has tried to show the line
         done = True
     assert done
+    assert len(started) == threads + 1
 
 
 def test_nothing_is_counted_where_nothing_is_shown(tmp_path):

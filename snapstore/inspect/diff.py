@@ -28,6 +28,7 @@ from ..state.tree.encode import encode_plain
 from ..state.values.arrays import as_float64
 from ..state.values.containers import display
 from ..state.values.tensors import TensorSpec
+from ..storage import progress
 from ..text import brief, html_table
 from .plain_values import Chained, container_types, decode_tree, dotted, plain_values, show_value
 from .stored_tensors import StoredTensor, bytes_of_each, naming, read_tensors
@@ -114,6 +115,14 @@ def _diff(context: Context, a: Snapshot, b: Snapshot) -> DiffResult:
     changed = {key: (a, b) for key, (a, b) in both.items() if not unlike[key] and a.fingerprint != b.fingerprint}
     pieces_read = [piece for pair in changed.values() for stored in pair for piece in stored.pieces]
     require_decoding(context.store, pieces_read, f"comparing {a.ref} and {b.ref}:")
+    read_bytes = (
+        math.prod(box.sizes) * stored.spec.itemsize
+        for pair in changed.values()
+        for stored in pair
+        for box in stored.boxes
+        if box.chunks
+    )
+    progress.expect(sum(read_bytes))
     read = (pieces_of(context, [pair[i] for pair in changed.values()]) for i in (0, 1))
     pieces = zip(*read, strict=True)
     tensors = []

@@ -280,6 +280,7 @@ VERBS = {
     "export": ["export", "exp@2", "--to", "hf", "-o", "hf"],
     "export to dcp": ["export", "exp@2", "--to", "dcp", "-o", "dcp"],
     "import": ["import", "dcp", "--run", "imported", "--step", "1"],
+    "diff": ["diff", "exp@2", "exp@3"],
     "copy": ["copy", "--to", "copied"],
     "copy again": ["copy", "--to", "copied"],
     "recode": ["recode", "--all"],

@@ -101,7 +101,7 @@ def read_pages(context: Context, m: Manifest, pages: Sequence[TensorEntry], what
     require_decoding(context.store, [(m, page) for page in pages], f"{what},")
     packed = np.empty(int(lengths.sum()), np.uint8)
     wanted = Wanted(m.table, m.header.pack_names, rows, packed, np.cumsum(lengths) - lengths)
-    for _ in ChunkReader(context).rebuild([wanted]):
+    for _ in ChunkReader(context, counts=False).rebuild([wanted]):  # plain values: few bytes, before any tensor
         pass
     limits.require_memory(unpacked_bytes(packed), what)
     return packed.data

@@ -91,6 +91,10 @@ def _printable_usage_errors() -> Iterator[None]:
     except BrokenPipeError as error:  # of a help text: the reader of stdout has closed it
         discard_stdout()
         raise typer.Exit(OK) from error
+    except OSError as error:  # of a help text: the disk is full
+        discard_stdout()
+        note(f"snapstore: error: stdout: cannot be written: {error.strerror}")
+        raise typer.Exit(ERROR) from error
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "message"):
             error.message = printable(error.message)

@@ -57,6 +57,14 @@ def test_a_reader_that_stops_early_is_no_error(place, verb):
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
+@pytest.mark.parametrize("verb", ["--help", "log --help", "--version", "completion bash"])
+def test_a_help_text_that_cannot_be_written_is_an_error(place, verb):
+    done = bash(f"snapstore {verb} >/dev/full", place)
+    assert done.returncode == 1
+    assert done.stderr.startswith("snapstore: error: stdout: cannot be written: No space left on device")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_verb_keeps_its_exit_code_when_its_reader_stops(place, tmp_path):
     assert bash(f"snapstore copy --to {tmp_path}/broken", place).returncode == 0
     for pack in (tmp_path / "broken" / "packs").glob("*/*"):

@@ -297,7 +297,7 @@ def _rewritten_line(line_of: Callable[[], str]) -> Iterator[None]:
     )
 
     def start() -> None:
-        with suppress(RuntimeError):  # it starts a thread, too
+        with suppress(RuntimeError, OSError):  # it starts a thread, too; the terminal may be closed
             live.start()
 
     timer = threading.Timer(SPINNER_AFTER_S, start)
@@ -305,7 +305,8 @@ def _rewritten_line(line_of: Callable[[], str]) -> Iterator[None]:
         with _running(timer, timer.cancel):
             yield
     finally:
-        live.stop()
+        with suppress(OSError):  # the terminal was closed meanwhile, as after `disown`
+            live.stop()
 
 
 @contextmanager

@@ -130,6 +130,22 @@ def test_a_terminal_shows_one_line_that_is_rewritten(server):
     assert text.rstrip().endswith("\x1b[2K") or "\x1b[2K" in text.rpartition("\n")[2]  # and nothing stays
 
 
+def test_a_terminal_that_is_closed_stops_no_verb(server):
+    """A verb in the background goes on, and did so before it had a line to show; at its end it failed."""
+    slow(server, 0.3)
+    ours, theirs = pty.openpty()
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": theirs}
+    line, env = command("check", "--read-data", SPINNER_AFTER_S=0), environment(TERM="xterm")
+    with subprocess.Popen(line, env=env, start_new_session=True, **streams) as child:
+        os.close(theirs)
+        seen = b""
+        while b"checking, level data" not in seen:
+            seen += os.read(ours, 65536)
+        os.close(ours)
+        said = child.stdout.read()
+    assert (child.returncode, said) == (0, b"10 snapshots are restorable (10 of 10 packs read)\nno problems\n")
+
+
 def test_a_narrow_terminal_cuts_the_line(server):
     slow(server, 0.3)
     with terminal(columns=30) as (end, written):

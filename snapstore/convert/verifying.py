@@ -16,35 +16,38 @@ from ..arrays import Bytes
 from ..errors import InvalidInputError
 from ..format.records import Snapshot
 from ..inspect.diff import plain_changes
-from ..inspect.plain_values import decode_tree
 from ..inspect.stored_tensors import bytes_of_each, read_tensors
 from ..repository import Repository
-from ..restore.manifests import require_decoding
+from ..restore.manifests import decoding_of, require_decoding, stored_parts
 from ..restore.pipeline import read_as_ruled
 from ..state.tree.decode import decode, unpack_nodes
 from ..state.tree.encode import pack
 from ..state.values.containers import Path as StatePath
 from ..state.values.containers import display
-from ..state.values.tensors import StoredPart, TensorSpec
+from ..state.values.tensors import DimOrder, Node, StoredPart, TensorSpec
+from .checkpoint import require_unchanged, versions
 from .importing import Imported
 from .lazy_state import inputs_of_lazy
 from .sources import NumberedSource, open_source
 
 #: At most so many differences are returned.
 MOST_DIFFERENCES = 20
+#: A snapshot of another save has its tree in several parts, whose form is not compared.
+_NO_IMPORT = "(root): was not saved by an import, so ties, types and order of keys cannot be compared"
+_OTHER_FORM = "(root): has other ties, another order of keys, or containers or objects of another kind"
 
 
 def compare(repository: Repository, one: Imported) -> tuple[list[str], list[str]]:
     """Compare a snapshot with the checkpoint that it was imported from.
 
-    A source with the step of another one, such as `last.ckpt`, is compared by its tensors only: its callbacks have its
-    own name.
+    If a source has the step of another one, such as `last.ckpt`, the callbacks of Lightning are not compared: they
+    have its own name.
 
     Returns:
         What differs, nothing if they are equal; and names of files that an import leaves out.
 
     Raises:
-        InvalidInputError, CapabilityError: the checkpoint cannot be read any more.
+        InvalidInputError, CapabilityError: the checkpoint cannot be read any more, or changes meanwhile.
         IntegrityError, FormatError: the snapshot is damaged.
     """
     if one.origin is None:
@@ -54,13 +57,16 @@ def compare(repository: Repository, one: Imported) -> tuple[list[str], list[str]
 
 def _compare(repository: Repository, origin: NumberedSource, snapshot: Snapshot) -> tuple[list[str], list[str]]:
     context, path = repository.context, origin.path
+    before = versions(path)
     opened = open_source(path, origin.format)
     source = inputs_of_lazy(opened.state, context.engines, opened.let_go, opened.bytes_read, str(path))
     opened.state = None
     manifests, stored = read_tensors(context, snapshot)
     pieces = [piece for tensor in stored.values() for piece in tensor.pieces]
-    require_decoding(context.store, pieces, f"verifying {snapshot.ref}:")
+    what = f"verifying {snapshot.ref}"
+    require_decoding(context.store, pieces, f"{what}:")
     content = bytes_of_each(context, stored.values())  # in the order of the save, which is that of the source
+    orders = [m.dim_orders.get(n, ()) for m in manifests for n, one in enumerate(m.tensors) if one.kind != "page"]
     found: list[str] = []
     specs: list[TensorSpec] = []
     seen: Counter[StatePath] = Counter()
@@ -75,16 +81,21 @@ def _compare(repository: Repository, origin: NumberedSource, snapshot: Snapshot)
             found += _unmatched(in_file, [path for path, _ in stored][len(specs) - 1 :])
             return found[:MOST_DIFFERENCES], opened.left_out
         data = tensor.data(context.engines.memory_of)
-        if (form := _form(stored[key].spec)) != _form(spec):
+        was, now = _form(stored[key].spec, orders[len(specs) - 1]), _form(spec, spec.dim_order)
+        if was != now:
             deque(next(content), 0)
-            found.append(f"{display(spec.path)}: is {form}, in the file {_form(spec)}")
+            found.append(f"{display(spec.path)}: is {was}, in the file {now}")
         elif not _is_equal(np.asarray(data), next(content)):
             found.append(f"{display(spec.path)}: has other values")
     found += [f"{display(path)}: is not in the file" for path, _ in there]
-    if not origin.is_alias:
-        tree = decode([StoredPart("", unpack_nodes(pack(source.tree)), specs)])
-        changes = plain_changes(decode_tree(context, manifests, snapshot.ref), tree)
+    parts = stored_parts(context, manifests, what)
+    tree = unpack_nodes(pack(source.tree))
+    packed = [pack(_without_callbacks(one) if origin.is_alias else one) for one in (parts[0].tree, tree)]
+    if len(parts) > 1 or packed[0] != packed[1]:
+        changes = plain_changes(decode(parts, decoded=decoding_of(what)), decode([StoredPart("", tree, specs)]))
         found += [f"{name}: {was}, in the file {now}" for name, was, now in changes]
+        found = found or [_NO_IMPORT if len(parts) > 1 else _OTHER_FORM]
+    require_unchanged(path, before)
     return found[:MOST_DIFFERENCES], opened.left_out
 
 
@@ -96,8 +107,18 @@ def _unmatched(in_file: list[StatePath], stored: list[StatePath]) -> list[str]:
     return found or [f"{display(in_file[0])}: its tensors are in another order"]
 
 
-def _form(spec: TensorSpec) -> str:
-    return f"{spec.kind} {spec.dtype}{list(spec.shape)}"
+def _without_callbacks(tree: Node) -> Node:
+    """Return the tree of a state without the callbacks of Lightning."""
+    if type(tree) is not list or tree[0] != "dict" or "callbacks" not in tree[1]:
+        return tree
+    at = tree[1].index("callbacks")
+    return ["dict", *([*each[:at], *each[at + 1 :]] for each in tree[1:])]
+
+
+def _form(spec: TensorSpec, dim_order: DimOrder) -> str:
+    grad = " that requires grad" if spec.requires_grad else ""
+    order = f" in the order {list(dim_order)}" if dim_order else ""
+    return f"{spec.kind} {spec.dtype}{list(spec.shape)}{grad}{order}"
 
 
 def _is_equal(data: Bytes, pieces: Iterator[Bytes]) -> bool:

@@ -1,0 +1,88 @@
+"""`import --verify` never lets originals be deleted of which something is not in the snapshot."""
+
+import argparse
+from collections import OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+
+from kit.repositories import OPTIONS
+from kit.shell import invoke
+from snapstore import InvalidInputError, Repository
+from snapstore.convert import import_checkpoints, verifying
+from snapstore.storage.memory import MemoryStore
+
+
+def shell(*args, code=0):
+    done = invoke([*map(str, args)])
+    assert done.exit_code == code, done.output + done.stderr
+    return done
+
+
+def with_metadata(version):
+    found = OrderedDict(a=torch.ones(2))
+    found._metadata = {"": {"version": version}}
+    return found
+
+
+ONES = torch.ones(2, 3)
+PAIR = torch.arange(4.0), torch.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    ("imported", "in_file"),
+    [
+        ({"w": ONES}, {"w": torch.ones(3, 2).T}),
+        ({"w": np.ones((2, 3))}, {"w": np.asfortranarray(np.ones((2, 3)))}),
+        ({"w": ONES}, {"w": torch.ones(2, 3).requires_grad_()}),
+        ({"w": torch.nn.Parameter(ONES)}, {"w": torch.nn.Parameter(ONES, requires_grad=False)}),
+        ({"a": ONES}, {"a": ONES, "b": ONES}),
+        ({"a": PAIR[0], "b": PAIR[1], "c": PAIR[0]}, {"a": PAIR[0], "b": PAIR[1], "c": PAIR[1]}),
+        ({"x": 1, "y": 2}, {"y": 2, "x": 1}),
+        ({None: ONES}, {"None": ONES}),
+        (with_metadata(1), with_metadata(2)),
+        ({"d": defaultdict(list, a=1)}, {"d": defaultdict(dict, a=1)}),
+        ({"d": deque([1], 3)}, {"d": deque([1], 4)}),
+        ({"d": argparse.Namespace(a=1)}, {"d": {"a": 1}}),
+        ({"d": b"x" * 5000}, {"d": bytearray(b"x" * 5000)}),
+    ],
+    ids=list("abcdefghijklm"),
+)
+def test_verify_compares_the_form_of_a_state(tmp_path, imported, in_file):
+    """The same bytes and plain values are not the same state."""
+    with Repository.create(MemoryStore(), options=OPTIONS) as repository:
+        torch.save(imported, tmp_path / "step_1.pt")
+        (one,) = import_checkpoints(repository, [tmp_path / "step_1.pt"], run="r")
+        assert verifying.compare(repository, one) == ([], [])
+        torch.save(in_file, tmp_path / "step_1.pt")
+        assert verifying.compare(repository, one)[0]
+
+
+def test_a_file_without_a_step_is_compared_whole(tmp_path):
+    """It is skipped beside the file with its step; only callbacks of Lightning may have other values."""
+    folder = tmp_path / "ckpts"
+    folder.mkdir()
+    torch.save({"w": ONES, "global_step": 2, "callbacks": {"a": 1}}, folder / "step_2.pt")
+    torch.save({"w": ONES, "global_step": 2, "callbacks": {"b": 1}}, folder / "last.pt")
+    command = ("import", folder, "--repo", tmp_path / "snaps", "--verify")
+    shell(*command)
+    torch.save({"w": ONES, "global_step": 2, "callbacks": {"b": 1}, "loss": 0.5}, folder / "last.pt")
+    assert "last.pt: is not equal to ckpts@2" in shell(*command, code=3).stderr
+
+
+def test_a_file_that_changes_while_it_is_verified(tmp_path, monkeypatch):
+    path = tmp_path / "step_1.pt"
+    torch.save({"w": ONES}, path)
+
+    def opened(*args):
+        found = monkeypatch.undo() or verifying.open_source(*args)
+        (tmp_path / "new.pt").write_bytes(path.read_bytes())
+        (tmp_path / "new.pt").rename(path)
+        return found
+
+    with Repository.create(MemoryStore(), options=OPTIONS) as repository:
+        (one,) = import_checkpoints(repository, [path], run="r")
+        monkeypatch.setattr(verifying, "open_source", opened)
+        with pytest.raises(InvalidInputError, match="changed while it was read"):
+            verifying.compare(repository, one)

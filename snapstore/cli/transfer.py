@@ -74,8 +74,7 @@ def import_(
         if watch:
             done.follow(repository, paths[0], run, base or [])
         else:
-            chosen: dict[str, Any] = {"run": run, "step": step, "bases": base or [], "format": format}
-            done.take(repository, list(found.formats), chosen)
+            done.take(repository, found.formats, {"run": run, "step": step, "bases": base or []})
         if verify:
             done.verify(repository)
     if found.left_out:
@@ -104,13 +103,13 @@ class _Imports:
         self.errors[str(path)] = message = f"{path}: {error}" if isinstance(error, OSError) else str(error)
         note(*f"snapstore: error: {message}".split("\n"))
 
-    def take(self, repository: Repository, paths: list[Path], options: dict[str, Any]) -> None:
+    def take(self, repository: Repository, formats: dict[Path, str], options: dict[str, Any]) -> None:
         """Import checkpoints; an error of the only one is raised."""
-        from ..convert import import_checkpoints
+        from ..convert.importing import import_found
 
-        failed = self.failed if len(paths) > 1 else None
-        with spinner(f"importing {len(paths)} into {options['run']}"):
-            for one in import_checkpoints(repository, paths, failed=failed, **options):
+        failed = self.failed if len(formats) > 1 else None
+        with spinner(f"importing {len(formats)} into {options['run']}"):
+            for one in import_found(repository, formats, failed=failed, **options):
                 self.add(one)
 
     def follow(self, repository: Repository, folder: Path, run: str, bases: list[str]) -> None:

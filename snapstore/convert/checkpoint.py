@@ -141,8 +141,10 @@ def versions(source: Path, names: Iterable[str] | None = None) -> dict[str, tupl
 
 
 def size_of(source: Path) -> int:
-    """Return the size of all files of a checkpoint that can be read [bytes]."""
-    return sum(version[1] for version in versions(source).values() if version)
+    """Return the size of all files of a checkpoint that can be read [bytes]; 0 if it is deleted meanwhile."""
+    with suppress(OSError):
+        return sum(version[1] for version in versions(source).values() if version)
+    return 0
 
 
 def modified(found: dict[str, tuple[int, int, int] | None]) -> float | None:

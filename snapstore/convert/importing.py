@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_choice, check_name
+from ..checks import check_name
 from ..errors import CapabilityError, InvalidInputError
 from ..format.records import Snapshot
 from ..repository import Repository
@@ -25,7 +25,7 @@ from ..storage import progress
 from . import files
 from .checkpoint import fingerprint, modified, noted, require_unchanged, size_of, versions
 from .lazy_state import inputs_of_lazy, require_bounded_inputs
-from .sources import FORMATS, Failed, NumberedSource, find, in_order, open_source
+from .sources import Failed, NumberedSource, find, in_order, open_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,21 @@ def import_checkpoints(
         StorageError: the store failed.
     """
     run = check_name("run", run)
-    if format is not None:
-        check_choice("format", format, tuple(FORMATS))
     formats = find([Path(source) for source in sources], format, failed).formats
+    return import_found(repository, formats, run=run, step=step, bases=bases, failed=failed)
+
+
+def import_found(
+    repository: Repository,
+    formats: dict[Path, str],
+    *,
+    run: str,
+    step: int | None = None,
+    bases: Sequence[str] = (),
+    failed: Failed | None = None,
+) -> Iterator[Imported]:
+    """Import the checkpoints that `find` has found, and nothing in their place; see `import_checkpoints`."""
+    run = check_name("run", run)
     if step is not None and len(formats) != 1:
         raise InvalidInputError(f"step {step}: is given for {len(formats)} sources; import them one by one")
     return _import(repository, in_order(formats, step, failed), run, bases, failed)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checks import check_step
+from ..checks import check_choice, check_step
 from ..errors import CapabilityError, InvalidInputError, out_of_memory
 from ..text import some
 from . import files
@@ -163,6 +163,8 @@ def find(paths: Sequence[Path], format: str | None = None, failed: Failed | None
         InvalidInputError: a path is no checkpoint, and holds none.
         OSError: it cannot be read.
     """
+    if format is not None:
+        check_choice("format", format, tuple(FORMATS))
     found = Found()
     for path in paths:
         try:

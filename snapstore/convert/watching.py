@@ -16,7 +16,7 @@ from ..errors import InvalidInputError, SnapstoreError
 from ..repository import Repository
 from .checkpoint import read_json, versions
 from .hf_folder import IN_SERIES, TRAINER_STATE
-from .importing import Imported, import_checkpoints
+from .importing import Imported, import_found
 from .sources import Failed, is_numbered, open_source, series_of
 
 #: Between two looks at the folder [s].
@@ -56,7 +56,7 @@ def watch(
 
     run = check_name("run", run)
     while True:
-        ready: list[Path] = []
+        ready: dict[Path, str] = {}
         for path, kind in series_of(folder, lambda *_: None).formats.items():
             now, since = _look(path), time.monotonic()
             if not is_numbered(path, kind) or done.get(path) == now:
@@ -65,12 +65,12 @@ def watch(
                 last[path] = now, since
             elif is_complete(path, kind, since - last[path][1]):
                 done[path] = now
-                ready.append(path)
+                ready[path] = kind
         try:
             if ready:  # else each look would list the records
-                yield from import_checkpoints(repository, ready, run=run, bases=bases, failed=tell)
+                yield from import_found(repository, ready, run=run, bases=bases, failed=tell)
         except (InvalidInputError, OSError) as error:  # of the only one
-            tell(ready[0], error)
+            tell(next(iter(ready)), error)
         time.sleep(LOOK_S)
 
 

@@ -1,11 +1,13 @@
 """`import --verify` never lets originals be deleted of which something is not in the snapshot."""
 
 import argparse
+import json
 from collections import OrderedDict, defaultdict, deque
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kit.repositories import OPTIONS
 from kit.shell import invoke
@@ -86,3 +88,16 @@ def test_a_file_that_changes_while_it_is_verified(tmp_path, monkeypatch):
         monkeypatch.setattr(verifying, "open_source", opened)
         with pytest.raises(InvalidInputError, match="changed while it was read"):
             verifying.compare(repository, one)
+
+
+def test_a_checkpoint_that_holds_checkpoints_is_imported_itself(tmp_path):
+    """A training whose output folder is a checkpoint of another one."""
+    for name in ("checkpoint-500", "checkpoint-500/checkpoint-10", "checkpoint-600"):
+        (tmp_path / "ckpts" / name).mkdir(parents=True)
+        save_file({"w": ONES}, tmp_path / "ckpts" / name / "model.safetensors")
+        step = int(name.rpartition("-")[2])
+        (tmp_path / "ckpts" / name / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    done = shell("import", tmp_path / "ckpts", "--repo", tmp_path / "snaps", "--verify")
+    with Repository.open(tmp_path / "snaps") as repository:
+        assert [snapshot.step for snapshot in repository.snapshots("ckpts")] == [500, 600]
+    assert "checkpoint-500: left out 1 file: checkpoint-10" in done.stderr

@@ -77,6 +77,8 @@ def import_(
             done.take(repository, found.formats, {"run": run, "step": step, "bases": base or []})
         if verify:
             done.verify(repository)
+            for path in find(paths, format, lambda *_: None).formats.keys() - found.formats.keys():
+                done.failed(path, InvalidInputError(f"{path}: is new, and was not imported; run it again"))
     if found.left_out:
         note(f"not imported: {counted(len(found.left_out), 'file')}: {some(found.left_out, NAMED)}")
     return done.end()
@@ -125,8 +127,10 @@ class _Imports:
 
     def verify(self, repository: Repository) -> None:
         """Compare each checkpoint with its snapshot."""
+        from ..convert.checkpoint import changed, versions
         from ..convert.verifying import compare
 
+        before = {one.source: versions(Path(one.source)) for one in self.imported}
         with spinner(f"verifying {len(self.imported)}"):
             for one in self.imported:
                 try:
@@ -142,6 +146,10 @@ class _Imports:
                     there = f"{one.snapshot.ref} (id:{one.snapshot.id[:12]})"
                     told = f"is not equal to {there}: {some(found, NAMED)}; keep the file"
                     note(f"snapstore: error: {one.source}: {told}")
+        for source, found in self.verified.items():
+            if not found and (names := changed(Path(source), before[source])):
+                found.append(f"{names}: changed while the others were verified")
+                note(f"snapstore: error: {source}: {found[0]}; keep the file")
 
     def end(self) -> int | None:
         """Print the sums, and return the exit code."""

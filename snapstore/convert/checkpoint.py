@@ -153,12 +153,17 @@ def modified(found: dict[str, tuple[int, int, int] | None]) -> float | None:
     return max(times) / 1e9 if times else None
 
 
+def changed(source: Path, before: dict[str, tuple[int, int, int] | None]) -> str:
+    """Return the names of the files that have changed since `versions` looked; "": none."""
+    now = versions(source, before)
+    return some(sorted(str(source / name) for name in before if before[name] != now[name]), 3)
+
+
 def require_unchanged(source: Path, before: dict[str, tuple[int, int, int] | None]) -> None:
     """Raise InvalidInputError if a file has changed since `versions` looked: its tensors may be of two checkpoints."""
-    now = versions(source, before)
-    if changed := sorted(str(source / name) for name in before if before[name] != now[name]):
+    if names := changed(source, before):
         raise InvalidInputError(
-            f"{some(changed, 3)}: changed while it was read; nothing was committed; try again once it is complete"
+            f"{names}: changed while it was read; nothing was committed; try again once it is complete"
         )
 
 

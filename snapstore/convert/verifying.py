@@ -25,7 +25,7 @@ from ..state.tree.encode import pack
 from ..state.values.containers import Path as StatePath
 from ..state.values.containers import display
 from ..state.values.tensors import DimOrder, Node, StoredPart, TensorSpec
-from .checkpoint import require_unchanged, versions
+from .checkpoint import changed, versions
 from .importing import Imported
 from .lazy_state import inputs_of_lazy
 from .sources import NumberedSource, open_source
@@ -47,7 +47,7 @@ def compare(repository: Repository, one: Imported) -> tuple[list[str], list[str]
         What differs, nothing if they are equal; and names of files that an import leaves out.
 
     Raises:
-        InvalidInputError, CapabilityError: the checkpoint cannot be read any more, or changes meanwhile.
+        InvalidInputError, CapabilityError: the checkpoint cannot be read any more.
         IntegrityError, FormatError: the snapshot is damaged.
     """
     if one.origin is None:
@@ -95,7 +95,8 @@ def _compare(repository: Repository, origin: NumberedSource, snapshot: Snapshot)
         changes = plain_changes(decode(parts, decoded=decoding_of(what)), decode([StoredPart("", tree, specs)]))
         found += [f"{name}: {was}, in the file {now}" for name, was, now in changes]
         found = found or [_NO_IMPORT if len(parts) > 1 else _OTHER_FORM]
-    require_unchanged(path, before)
+    if names := changed(path, before):
+        found.insert(0, f"{names}: changed while it was verified")
     return found[:MOST_DIFFERENCES], opened.left_out
 
 

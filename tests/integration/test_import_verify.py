@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections import OrderedDict, defaultdict, deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 
 from kit.repositories import OPTIONS
 from kit.shell import invoke
-from snapstore import InvalidInputError, Repository
+from snapstore import Repository
 from snapstore.convert import import_checkpoints, verifying
 from snapstore.storage.memory import MemoryStore
 
@@ -86,8 +87,26 @@ def test_a_file_that_changes_while_it_is_verified(tmp_path, monkeypatch):
     with Repository.create(MemoryStore(), options=OPTIONS) as repository:
         (one,) = import_checkpoints(repository, [path], run="r")
         monkeypatch.setattr(verifying, "open_source", opened)
-        with pytest.raises(InvalidInputError, match="changed while it was read"):
-            verifying.compare(repository, one)
+        assert verifying.compare(repository, one)[0] == [f"{path}: changed while it was verified"]
+
+
+def test_the_trainer_writes_while_its_checkpoints_are_verified(tmp_path, monkeypatch):
+    """`rm step_*.pt` would delete a file that was not there when the import began, or has other contents now."""
+    folder = tmp_path / "ckpts"
+    folder.mkdir()
+    for step in (1, 2):
+        torch.save({"w": ONES, "step": step}, folder / f"step_{step}.pt")
+    compare, command = verifying.compare, ("import", folder, "--repo", tmp_path / "snaps", "--verify")
+
+    def meanwhile(name, repository, one):
+        if one.snapshot.step == 2:
+            torch.save({"w": ONES, "step": 3}, folder / name)
+        return compare(repository, one)
+
+    for name, told in (("step_3.pt", "is new, and was not imported"), ("step_1.pt", "changed while the others")):
+        monkeypatch.setattr(verifying, "compare", partial(meanwhile, name))
+        assert told in shell(*command, code=3).stderr
+    assert shell(*command, code=3).stderr.count("keep the file") == 1
 
 
 def test_a_checkpoint_that_holds_checkpoints_is_imported_itself(tmp_path):

@@ -47,6 +47,10 @@ _LEGACY_PICKLES = 5
 _LEGACY_NAME = 6
 #: torch and pickle call these with text only. With a number they take as much memory as it says.
 _SIZED = re.compile(r"\w+\.bytearray|torch\..*(Tensor|Storage)")
+#: These go through their arguments. A tensor has as many rows as its shape says.
+_ITERATED = re.compile(
+    r"(?:builtins|__builtin__)\.(?:frozen)?set|collections\.(?:Counter|OrderedDict|deque)|torch\.Size"
+)
 #: pickle writes bytes as text in one of these encodings. Others take much time or memory.
 _ENCODINGS = ("latin1", "latin-1")
 #: The entry with the pickle in an archive of torch.
@@ -241,12 +245,13 @@ class _Value:
         items: of a container; of a dict: its keys.
         size: how many values its hash visits.
         depth: how deeply tuples are nested in it.
+        is_made: whether a function has returned it, such as a tensor.
     """
 
-    __slots__ = ("depth", "items", "size", "value")
+    __slots__ = ("depth", "is_made", "items", "size", "value")
 
     def __init__(self, value: Any = None, items: Sequence[_Value] = (), size: int = 1, depth: int = 0) -> None:
-        self.value, self.items, self.size, self.depth = value, items, size, depth
+        self.value, self.items, self.size, self.depth, self.is_made = value, items, size, depth, False
 
 
 _NOTHING = _Value()
@@ -333,6 +338,8 @@ class _Scan:
             stack.append(self._call(function, args))
         elif name == "BUILD":
             state = stack.pop()
+            if state.is_made:
+                raise _wasteful(self._where, "sets the attributes of an object from another value than a dict or tuple")
             self._visit_args([state, *state.items])
         elif name == "BINPERSID":
             self._storage(stack.pop())
@@ -397,6 +404,9 @@ class _Scan:
         texts = [item.value for item in args.items]
         if _SIZED.fullmatch(name) and not all(type(text) is str for text in texts):
             raise _wasteful(self._where, f"calls {name} with other values than text")
+        if _ITERATED.fullmatch(name) and any(item.is_made for item in args.items):
+            raise _wasteful(self._where, f"calls {name} with other values than lists, dicts and tuples")
+        made.is_made = True
         if name.endswith((".encode", ".bytearray")) and texts:
             if texts[1:] and texts[1] not in _ENCODINGS:
                 raise _wasteful(self._where, f"encodes text as {str(texts[1])[:20]!r}, which pickle never does")

@@ -153,7 +153,12 @@ class Made:
 ARRAY = (np._core.multiarray._reconstruct, (np.ndarray, (0,), b"b"))
 DTYPE = (np.dtype, ("i8", False, True))
 UNIT = (4, "<", None, None, None, -1, -1, 0, (None, (b"D],O[", 1, 1, 1)))
+ROWS = torch.zeros(1, 2).expand(300, 2)  # a few bytes can claim any number of rows
 HOSTILE = {
+    **{f"rows in {kind.__name__}": Made(kind, (ROWS,)) for kind in (set, frozenset, collections.deque)},
+    **{f"rows in {kind.__name__}": Made(kind, (ROWS,)) for kind in (collections.Counter, collections.OrderedDict)},
+    "rows as attributes": Made(collections.OrderedDict, (), ROWS),
+    "rows of rows": Made(frozenset, (Made(collections.deque, (ROWS,)),)),
     "size": Made(*ARRAY, (1, (10**12,), np.dtype("f8"), False, b"")),
     "negative": Made(*ARRAY, (1, (-1, -8), np.dtype("f8"), False, b"x" * 64)),
     "negative size": Made(*ARRAY, (1, (-8,), np.dtype("i1"), False, b"x" * 8)),

@@ -37,7 +37,7 @@ from . import safetensors_file
 from .checkpoint import damaged, first_line, noted
 from .pickled_values import PlainValues, refused
 from .safetensors_file import name_in_utf8
-from .torch_checks import NOT_TORCH, ZipEntry, entries, require_bounded, require_tree
+from .torch_checks import NOT_TORCH, ZIP, ZipEntry, entries, require_bounded, require_tree
 
 SAFETENSORS = ".safetensors"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
@@ -129,15 +129,23 @@ def load_torch(file: Path | BinaryIO, where: str) -> Any:
     """
     import torch
 
-    with file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
-        is_mapped, names = require_bounded(opened, where, may_map=isinstance(file, Path))
     values = PlainValues(where)
     try:
-        with warnings.catch_warnings(), damaged(f"{where}: {NOT_TORCH}", pickle.UnpicklingError):
-            warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
-            with values.loading(names):
-                state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
-            state = values.state(state)
+        with file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
+            is_mapped, names = require_bounded(opened, where, may_map=isinstance(file, Path))
+            is_zip = opened.read(len(ZIP)) == ZIP
+            opened.seek(0)
+            source = file if is_zip else opened
+            with warnings.catch_warnings(), damaged(f"{where}: {NOT_TORCH}", pickle.UnpicklingError):
+                warnings.simplefilter("ignore")  # about storages of old files: a user can do nothing about it
+                with values.loading(names):
+                    state = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+                state = values.state(state)
+            if not is_zip and opened.read(1):
+                raise InvalidInputError(
+                    f"{where}: holds more behind its first state, which would be lost; load all of it in Python, and "
+                    "save each state in a file of its own"
+                )
     except pickle.UnpicklingError as error:
         met = _OBJECT.search(str(error))
         if met is None:  # torch's message would advise to load it unsafely

@@ -35,6 +35,8 @@ from .checkpoint import damaged
 
 #: The error for a file that torch cannot read.
 NOT_TORCH = "not a PyTorch file, or damaged"
+#: The first bytes of an archive of torch.
+ZIP = b"PK\x03\x04"
 #: A state from elsewhere may have so many values, or more if its file has nearly as many.
 MAX_PLACES = 1_000_000
 #: So many characters count as a value.
@@ -102,7 +104,7 @@ def require_bounded(file: BinaryIO, where: str, *, may_map: bool) -> Bounded:
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    if file.read(4) == b"PK\x03\x04":
+    if file.read(len(ZIP)) == ZIP:
         found = _require_bounded_zip(file, size, where, may_map=may_map)
     else:
         file.seek(0)

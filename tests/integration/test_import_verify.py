@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections import OrderedDict, defaultdict, deque
 from functools import partial
 
@@ -120,3 +121,15 @@ def test_a_checkpoint_that_holds_checkpoints_is_imported_itself(tmp_path):
     with Repository.open(tmp_path / "snaps") as repository:
         assert [snapshot.step for snapshot in repository.snapshots("ckpts")] == [500, 600]
     assert "checkpoint-500: left out 1 file: checkpoint-10" in done.stderr
+
+
+def test_a_file_with_two_states_is_refused(tmp_path):
+    """torch.load reads the first one; in torch's form before archives a file may have several."""
+    with (tmp_path / "step_1.pt").open("wb") as file:
+        torch.save({"w": ONES}, file, _use_new_zipfile_serialization=False)
+        one = file.tell()
+        torch.save({"w": ONES + 1}, file, _use_new_zipfile_serialization=False)
+    command = ("import", tmp_path / "step_1.pt", "--repo", tmp_path / "snaps", "--verify")
+    assert "holds more behind its first state" in shell(*command, code=1).stderr
+    os.truncate(tmp_path / "step_1.pt", one)
+    shell(*command)

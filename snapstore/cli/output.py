@@ -279,7 +279,9 @@ def _rewritten_line(line_of: Callable[[], str]) -> Iterator[None]:
     from rich.spinner import Spinner
     from rich.text import Text
 
-    console = Console(stderr=True)
+    # COLUMNS may be that of another terminal: a line that is longer than this one cannot be taken off
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    console = Console(stderr=True, _environ=env)
     is_utf = console.encoding.startswith("utf")
     signs = Spinner("dots" if is_utf else "line").frames
 

@@ -101,8 +101,7 @@ def terminal(columns=100):
 
 def run_on(terminal_end, *args, **settings):
     """Run a verb with stderr on a terminal and stdout in a pipe; return the finished process."""
-    env = environment(TERM="xterm", COLUMNS="")
-    env.pop("COLUMNS")
+    env = environment(TERM="xterm", COLUMNS="300")  # of another terminal, such as the one around a container
     return subprocess.run(
         command(*args, **settings), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal_end,
         text=True, check=False, timeout=300,

@@ -9,7 +9,7 @@ works.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..chunks import limits
@@ -125,6 +125,12 @@ class OpenSnapshot:
         return new
 
 
+def _expect(overlaps: Mapping[Want, Sequence[Overlap]]) -> None:
+    """Add the bytes of all chunks of overlaps to the total of the running verb."""
+    every = (overlap for found in overlaps.values() for overlap in found)
+    progress.expect(sum(overlap.nbytes for overlap in every if overlap.stored.chunks))
+
+
 class TensorReader:
     """The selected tensors of one snapshot; iterating over it reads them.
 
@@ -212,8 +218,7 @@ class TensorReader:
             CapabilityError: there is no memory for a tensor.
         """
         number = 0
-        every = [overlap for found in self._overlaps.values() for overlap in found]
-        progress.expect(sum(overlap.nbytes for overlap in every if overlap.stored.chunks))
+        _expect(self._overlaps)
         try:
             while number < len(self._groups):
                 try:
@@ -273,5 +278,6 @@ class TensorReader:
         for want in wants.keys() - set(others):
             buffers.allocate(want)
         require_decoding_of(self._context, overlaps, f"{self.snapshot.ref}: reading its values")
+        _expect(overlaps)
         load(self._context, others, overlaps, buffers)
         return buffers.build(tree), [buffers.build(slot) for group in self._groups for _, slot in group]

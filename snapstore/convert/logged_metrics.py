@@ -35,8 +35,8 @@ def metrics_of_trainer(stated: dict[str, Any]) -> dict[str, float]:
     """
     step, history = stated.get("global_step"), stated.get("log_history")
     entries = history if isinstance(history, list) else []
-    at_step = (entry for entry in entries if isinstance(entry, dict) and entry.get("step") == step)
-    return _checked((name, value) for entry in at_step for name, value in entry.items())
+    at_step = (one for one in entries if step is not None and isinstance(one, dict) and one.get("step") == step)
+    return _checked((name, value) for one in at_step for name, value in one.items())
 
 
 def metrics_of_lightning(state: Any) -> dict[str, float]:

@@ -79,6 +79,7 @@ def import_(
             done.verify(repository)
             for path in find(paths, format, lambda *_: None).formats.keys() - found.formats.keys():
                 done.failed(path, InvalidInputError(f"{path}: is new, and was not imported; run it again"))
+    done.left_out = found.left_out
     if found.left_out:
         note(f"not imported: {counted(len(found.left_out), 'file')}: {some(found.left_out, NAMED)}")
     return done.end()
@@ -91,6 +92,7 @@ class _Imports:
         self.imported: list[Imported] = []
         self.errors: dict[str, str] = {}
         self.verified: dict[str, list[str]] = {}
+        self.left_out: list[str] = []
         self._as_json = shell.as_json
 
     def add(self, one: Imported) -> None:
@@ -159,7 +161,8 @@ class _Imports:
         if self._as_json:
             document: dict[str, Any] = {"imported": [self._json(one) for one in self.imported]}
             failed = [{"source": source, "message": message} for source, message in self.errors.items()]
-            print_json(document | {"failed": failed, "bytes": read, "stored_bytes": stored})
+            document |= {"failed": failed, "left_out": self.left_out}
+            print_json(document | {"bytes": read, "stored_bytes": stored})
         elif taken:
             line(
                 f"imported {counted(len(taken), 'checkpoint')} into {taken[0].snapshot.run}: {human_bytes(read)} in, "

@@ -135,9 +135,10 @@ def series_in(folder: Path, failed: Failed | None = None) -> Found:
     children = sorted(folder.iterdir()) if folder.is_dir() else []
     names = {child.name for child in children}
     for child in children:
-        if _UNFINISHED.fullmatch(child.name):
-            continue
         try:
+            if _UNFINISHED.fullmatch(child.name):
+                found.left_out += [str(child)] if fitting(child) is not None else []
+                continue
             is_checkpoint = IN_SERIES.fullmatch(child.name) is not None and child.is_dir()
             kind = format_of(child) if is_checkpoint else fitting(child)
         except (InvalidInputError, OSError) as error:
@@ -180,7 +181,8 @@ def series_of(path: Path, failed: Failed | None) -> Found:
     """Return the checkpoints in a folder; none if it is one itself.
 
     The output folder of transformers' Trainer may hold a model beside its checkpoints: the model is left out. Several
-    files of safetensors are one model, unless each has a step, and there is no config.
+    files of safetensors are one model, unless each has a step, and there is no config. Without a config, several files
+    with "step" in their names are a series too, whatever model lies beside them.
 
     Raises:
         InvalidInputError, OSError: see `series_in`.
@@ -197,7 +199,9 @@ def series_of(path: Path, failed: Failed | None) -> Found:
     elif not of_trainer and not (path / "config.json").exists():
         weights = {child for child in series.formats if child.suffix == files.SAFETENSORS}
         is_series = len(weights) > 1 and weights <= numbered.keys()
+        steps = {child: one for child, one in numbered.items() if one == "file" and _STEP.search(child.stem)}
         taken = numbered if is_series and not any(_SHARD.search(child.stem) for child in weights) else {}
+        taken = taken or (steps if len(steps) > 1 else {})
     left_out = [str(child) for child in series.formats if child not in taken]
     return Found(taken, sorted(series.left_out + left_out)) if taken else Found()
 

@@ -182,7 +182,7 @@ def test_metrics_of_files_that_lie():
     assert found["ok"] == 2
     assert found.keys().isdisjoint({"a", "b", "c", "d", "e\n", "f" * 300, "loss", "x"})
     assert len(found) == 200
-    assert metrics_of_trainer({"log_history": {"a": 1}}) == {}
+    assert metrics_of_trainer({"log_history": {"a": 1}}) == metrics_of_trainer({"log_history": [{"a": 1}]}) == {}
     version = {"pytorch-lightning_version": "2"}
     for callbacks in (3, [1], {"a": 1}, {"a": {"monitor": 3, "current_score": 1.0}}, {"a": {"monitor": "x"}}):
         assert metrics_of_lightning(version | {"callbacks": callbacks}) == {}
@@ -352,8 +352,22 @@ def test_what_a_folder_holds_beside_its_checkpoints(tmp_path):
     skipped = [(Path(one["source"]).name, one["skipped"], one["differs"]) for one in document["imported"]]
     assert skipped == [("step_1.pt", False, False), ("step_2.pt", False, False), ("last.ckpt", True, False)]
     assert document["failed"] == []
-    left_out = [str(tmp_path / "ckpts" / name) for name in ("empty", "latest.pt", "notes.txt")]
-    assert done.stderr.splitlines()[-1] == f"not imported: 3 files: {', '.join(left_out)}"
+    left_out = [str(tmp_path / "ckpts" / name) for name in (".hidden.pt", "empty", "latest.pt", "notes.txt")]
+    assert done.stderr.splitlines()[-1] == f"not imported: 4 files: {', '.join(left_out)}"
+    assert document["left_out"] == left_out
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_model_beside_files_with_steps_is_not_the_checkpoint(tmp_path, name):
+    """The files with steps would be bytes in a snapshot of the model."""
+    series(tmp_path / "ckpts", [1, 2])
+    if name == "pytorch_model.bin":
+        torch.save({"w": torch.ones(2)}, tmp_path / "ckpts" / name)
+    else:
+        save_file({"w": torch.ones(2)}, tmp_path / "ckpts" / name)
+    done = inside("import", tmp_path / "ckpts", "--repo", tmp_path / "snaps", "--verify")
+    assert steps_of(tmp_path / "snaps", "ckpts") == [1, 2]
+    assert f"not imported: 1 file: {tmp_path / 'ckpts' / name}" in done.stderr
 
 
 def test_verify_finds_what_differs(tmp_path):

@@ -23,8 +23,9 @@ from ..restore.pipeline import read_as_ruled
 from ..state.tree.decode import decode, unpack_nodes
 from ..state.tree.encode import pack
 from ..state.values.containers import Path as StatePath
-from ..state.values.containers import display
-from ..state.values.tensors import DimOrder, Node, StoredPart, TensorSpec
+from ..state.values.containers import display, leaves
+from ..state.values.tensors import DimOrder, Node, StoredPart, TensorSpec, is_array
+from ..text import some
 from .checkpoint import changed, versions
 from .importing import Imported
 from .lazy_state import inputs_of_lazy
@@ -60,6 +61,11 @@ def _compare(repository: Repository, origin: NumberedSource, snapshot: Snapshot)
     before = versions(path)
     opened = open_source(path, origin.format)
     source = inputs_of_lazy(opened.state, context.engines, opened.let_go, opened.bytes_read, str(path))
+    found = [
+        f"{display(at)}: has attributes that no snapshot keeps: {some(sorted(vars(leaf)), 3)}"
+        for at, leaf in leaves(opened.state, ())
+        if is_array(leaf) and getattr(leaf, "__dict__", None)
+    ]
     opened.state = None
     manifests, stored = read_tensors(context, snapshot)
     pieces = [piece for tensor in stored.values() for piece in tensor.pieces]
@@ -67,7 +73,6 @@ def _compare(repository: Repository, origin: NumberedSource, snapshot: Snapshot)
     require_decoding(context.store, pieces, f"{what}:")
     content = bytes_of_each(context, stored.values())  # in the order of the save, which is that of the source
     orders = [m.dim_orders.get(n, ()) for m in manifests for n, one in enumerate(m.tensors) if one.kind != "page"]
-    found: list[str] = []
     specs: list[TensorSpec] = []
     seen: Counter[StatePath] = Counter()
     there = iter(stored)

@@ -63,6 +63,15 @@ def test_verify_compares_the_form_of_a_state(tmp_path, imported, in_file):
         assert verifying.compare(repository, one)[0]
 
 
+def test_attributes_of_a_tensor_are_named(tmp_path):
+    """torch.save writes them, and no snapshot keeps them."""
+    tensor = torch.nn.Parameter(ONES)
+    tensor.tensor_model_parallel = True
+    torch.save({"a": [tensor]}, tmp_path / "step_1.pt")
+    command = ("import", tmp_path / "step_1.pt", "--repo", tmp_path / "snaps", "--verify")
+    assert "a.0: has attributes that no snapshot keeps: tensor_model_parallel" in shell(*command, code=3).stderr
+
+
 def test_a_file_without_a_step_is_compared_whole(tmp_path):
     """It is skipped beside the file with its step; only callbacks of Lightning may have other values."""
     folder = tmp_path / "ckpts"

@@ -471,11 +471,15 @@ def test_a_training_is_followed_while_it_writes(tmp_path):
     series(folder, [10, 2])
     command = [sys.executable, "-m", "snapstore", "import", folder, "--repo", tmp_path / "snaps", "--watch"]
 
+    def heeds_ctrl_c():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
+
     printed, errors = tmp_path / "printed", tmp_path / "errors"
 
     def start():
         with printed.open("w") as output, errors.open("w") as error:
-            return subprocess.Popen([*map(str, command)], env=environment(), stdout=output, stderr=error)
+            files = {"stdout": output, "stderr": error}
+            return subprocess.Popen([*map(str, command)], env=environment(), preexec_fn=heeds_ctrl_c, **files)
 
     def ended(running):
         running.send_signal(signal.SIGINT)

@@ -4,7 +4,7 @@ The state is p, m and v in fp32 of a GPT and of a Llama in training, 10 steps ap
 about 2 GB, on a CPU some MB. Repositories and the peers' files lie in memory (/dev/shm), so that no disk limits them;
 one thread also saves to the disk of this checkout. Every restore is compared with the state. A time is the least of
 ROUNDS, each in a new repository. Then 12,000 tensors of 8 KiB are saved and restored; and a GPT trains on all cores of
-the CPU beside saves with 1, half and all threads.
+the CPU beside saves with 1, half and all threads, in every step and in every tenth.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,8 @@ def small_tensors(threads: int) -> list[Row]:
     return rows
 
 
-def beside_training(counts: Sequence[int], steps: int = 12) -> list[dict[str, Any]]:
-    """Train on all cores beside saves one after the other, by threads of the saves; print and return the rows.
+def beside_training(counts: Sequence[int], intervals: Sequence[int] = (1, 10)) -> list[dict[str, Any]]:
+    """Train on all cores beside saves in every step and in every tenth, by threads of the saves; print and return rows.
 
     A row has the time of a step beside saves, and the time until a save is durable beside training, both as multiples
     of what they take alone.
@@ -216,7 +217,8 @@ def beside_training(counts: Sequence[int], steps: int = 12) -> list[dict[str, An
     trainer = bench.trainer_of("gpt", TRAINED, torch.device("cpu"), 1000)
     trainer.train(3)
     rows = []
-    for threads in sorted(set(counts)):
+    for threads, every in product(sorted(set(counts)), intervals):
+        steps = max(12, 3 * every)
         with _folder() as folder:
             options = SaveOptions(threads=threads)
             with SnapshotManager(folder / "r", run="r", on_busy="skip", options=options) as manager:
@@ -228,13 +230,15 @@ def beside_training(counts: Sequence[int], steps: int = 12) -> list[dict[str, An
                 step_alone_s = _seconds(partial(trainer.train, steps)) / steps
                 futures, began = [], time.perf_counter()
                 for i in range(steps):
+                    if i % every == 0:
+                        futures.append(manager.save(10 + i, trainer.state()))
                     trainer.train(1)
-                    futures.append(manager.save(10 + i, trainer.state()))
                 step_s = (time.perf_counter() - began) / steps
                 saved = [found for future in futures if (found := future.result()) is not None]
         durable_s = sum(snapshot.total_s for snapshot in saved) / len(saved)
         rows.append({
-            "threads": threads, "steps": steps, "saves": len(saved), "step": round(step_s / step_alone_s, 3),
+            "threads": threads, "every": every, "steps": steps, "saves": len(saved),
+            "step_alone_s": round(step_alone_s, 3), "step": round(step_s / step_alone_s, 3),
             "durable": round(durable_s / min(alone_s), 3),
         })  # fmt: skip
         print(f"training beside saves: {rows[-1]}", flush=True)
@@ -281,7 +285,8 @@ def report(counts: Sequence[int]) -> dict[str, Any]:
     training = beside_training([1, max(1, cores // 2), cores])
     figures = _figures(rows, most)
     figures |= {f"small_{row['verb']}_over_torch": _figure(row["times"], SMALL_GOAL, least=False) for row in small}
-    figures["training_step_beside_saves"] = _figure(training[-1]["step"], STEP_GOAL, least=False)
+    for row in training[-2:]:  # with all threads, the default
+        figures[f"training_step_saved_every_{row['every']}"] = _figure(row["step"], STEP_GOAL, least=False)
     return {
         "machine": page.machine(), "cores": cores, "figures": figures, "rows": rows, "small": small,
         "training": training,

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +39,7 @@ from .save.pipeline import save
 from .save.ranks.job import RankJob
 from .save.staging import Mode, Staging
 from .save.streaming import FirstState, inputs_of_stream
-from .state.walk.flatten import flatten
+from .state.walk.flatten import Part, flatten, require_stored_forms
 from .steps import Steps, Stores
 from .storage.base import ObjectStore
 from .text import log, quoted
@@ -89,6 +89,9 @@ class SnapshotManager(Steps):
             rank 0 are stored, with one warning. "rank0": they may differ; rank 0 (of DTensors: the first replica)
             stores all of them, and each rank restores its values. Pass the same on all ranks.
         options: how saves are stored; no effect if `repository` is an open Repository.
+        state: the state that will be saved, if it is on its devices: it is checked, and if its copies will lie in host
+            memory, this is pinned in the background now and again at the first step that is not saved, when optimizers
+            have state. `restore_into` and `save` off the interval do the same without it.
 
     Do not use it across a fork, or in a signal handler: set a flag in the handler, and save from the loop.
     """
@@ -112,6 +115,7 @@ class SnapshotManager(Steps):
         ranks: Ranks | Literal[False] | None = None,
         replicas: Literal["check", "rank0"] = "check",
         options: SaveOptions | None = None,
+        state: Any = None,
     ) -> None:
         run = check_name("run", run)
         interval = retention.as_int(save_interval_steps)
@@ -149,6 +153,7 @@ class SnapshotManager(Steps):
         self._preemption: Preemption | None = None
         self._ending: SignalHandler | None = None
         self._retention_error: BaseException | None = None  # it costs only space, so saves go on
+        self._expect(state)
 
     def __repr__(self) -> str:
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
@@ -160,6 +165,12 @@ class SnapshotManager(Steps):
 
         A read-only manager returns False.
         """
+        is_due = self._is_due(step)
+        if not is_due and self._expected is not None:
+            self._prepare_early(self._expected)
+        return is_due
+
+    def _is_due(self, step: int) -> bool:
         on_interval = check_step(step) % self.save_interval_steps == 0
         return not self.read_only and (on_interval or self._ending_at(step) is not None)
 
@@ -198,8 +209,9 @@ class SnapshotManager(Steps):
             if self._job is not None:
                 self._job.refuse(error)
             raise
-        if not (force or self.should_save(step)):
-            self._first_state.check(state)
+        if not (force or self._is_due(step)):
+            parts = self._first_state.check(state)
+            self._take_early(lambda: parts)
             return SaveHandle(skipped=True)
         started = time.monotonic()
         self._background.check_inside()
@@ -256,9 +268,33 @@ class SnapshotManager(Steps):
         if self.read_only or is_stream(state):  # the tensors of an iterator are not copied
             return
         with self._background.holding_slot("") as slot:
-            parts = flatten(state, of_rank=self._job is not None)
+            self._expected, parts = None, flatten(state, of_rank=self._job is not None)
             self.repository.context.engines.start_loading()
-            self._background.start(partial(self._background.take_memory, partial(self._staging.prepare, parts)), slot)
+            self._background.start(partial(self._background.take_memory, self._staging.prepare(parts)), slot)
+
+    def _expect(self, state: Any) -> None:
+        """Check the state that will be saved, and prepare for it now, and once its optimizers have state."""
+        self._expected = None if self.read_only or is_stream(state) else state
+        if self._expected is not None:
+            try:
+                parts = require_stored_forms(state, of_rank=self._job is not None)
+                self._take_early(lambda: parts)
+            except BaseException as error:
+                self._close(None, error)
+                raise
+
+    def _prepare_early(self, state: Any) -> None:
+        """Pin memory for the copies of a state, in the background, if it will be needed; the save raises errors."""
+        self._expected = None
+        if not (self.read_only or is_stream(state)):
+            with suppress(SnapstoreError):
+                self._take_early(partial(require_stored_forms, state, of_rank=self._job is not None))
+
+    def _take_early(self, walk: Callable[[], Sequence[Part]]) -> None:
+        engines = self.repository.context.engines
+        engines.start_loading()
+        if engines.has_devices and (parts := walk()):
+            self._background.take_early(partial(self._staging.prepare, parts, is_early=True))
 
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: LockSlot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""

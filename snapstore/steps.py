@@ -159,6 +159,9 @@ class Steps:
     def _wait_idle(self) -> None:
         """Wait until no save runs; raise an error if this object is closed."""
 
+    def _prepare_early(self, state: Any) -> None:
+        """Prepare in the background for saves of a state that was restored."""
+
     def all_steps(self) -> list[int]:
         """Return the steps that have a committed snapshot, ascending, each once. All ranks call it; rank 0 answers.
 
@@ -404,6 +407,8 @@ class Steps:
         with self._reading(step, per_rank) as (context, ref, as_rank):
             snapshot = pipeline.read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
+        if fit.get("part") is None:
+            self._prepare_early(target)
         return snapshot
 
     @contextmanager

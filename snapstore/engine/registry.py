@@ -132,6 +132,11 @@ class Engines:
                     if torch.cuda.memory_allocated(index):  # some allocators do not tell
                         self.on_device(torch.device("cuda", index))
 
+    @property
+    def has_devices(self) -> bool:
+        """Whether a CUDA device has an engine by now."""
+        return bool(self._cuda)
+
     def for_ans(self) -> CudaEngine:
         """Return an engine on the current CUDA device that codes in ANS.
 
@@ -168,7 +173,7 @@ class Engines:
 
     def in_background(self) -> AbstractContextManager[None]:
         """Let this background thread work on devices while another thread captures a CUDA graph."""
-        if not self._cuda:
+        if not self.has_devices:
             return nullcontext()
         from .cuda import beside_captures
 

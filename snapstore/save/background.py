@@ -77,13 +77,27 @@ class Background:
                 continue
             raise _as_raised_by(begins, ref, error) if begins else error
 
-    def holding_slot(self, begins: str) -> _Holding:
+    def holding_slot(self, begins: str | None) -> _Holding:
         """Return a context: it waits for the running save, and holds the slot until a thread takes it over.
 
         Args:
-            begins: see `raise_errors`. The context raises the error of an earlier save in the same way.
+            begins: see `raise_errors`. The context raises the error of an earlier save in the same way. None: it raises
+                none, and holds the slot only if it is free.
         """
         return _Holding(self, begins)
+
+    def take_early(self, prepare: Callable[[], Callable[[], object]]) -> None:
+        """Allocate memory for the copies of a later save, in the background; do nothing if a save or another one runs.
+
+        Args:
+            prepare: called now, returns the function that allocates.
+        """
+        with self.holding_slot(None) as slot:
+            if slot.is_held:
+                try:
+                    self.start(partial(self.take_memory, prepare()), slot)
+                except SnapstoreError as error:  # the save meets the same error, and raises it
+                    log.info("run=%s the memory for copies is not allocated ahead: %s", self._name, error)
 
     def start(self, function: Callable[[], object], slot: LockSlot) -> None:
         """Run a function in a thread of its own, which holds the slot.
@@ -159,17 +173,20 @@ class _Holding:
         background, begins: see `Background.holding_slot`.
     """
 
-    def __init__(self, background: Background, begins: str) -> None:
+    def __init__(self, background: Background, begins: str | None) -> None:
         self._background, self._begins = background, begins
-        self._slot, self._thread = LockSlot(background.saving), threading.get_ident()
+        self._slot = LockSlot(background.saving, -1 if begins is not None else 0)
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> LockSlot:
         background = self._background
         try:
             background._inside.add(self._thread)
             self._slot.acquire()
-            background._prepares = not self._begins
-            background.raise_errors(self._begins)
+            if self._slot.is_held:
+                background._prepares = not self._begins
+            if self._begins is not None:
+                background.raise_errors(self._begins)
         except BaseException:
             self.__exit__()
             raise

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
@@ -346,22 +347,35 @@ class Staging:
         """Begin to hash replicas on their device; they are complete when the copies are."""
         return self._on_devices().start_digests(sources, spans(sources.nbytes), self._engines.digest_seed)
 
-    def prepare(self, parts: Sequence[Part]) -> None:
-        """Allocate the memory for the copies of a state ahead: on the device, or page-locked in host memory."""
+    def prepare(self, parts: Sequence[Part], *, is_early: bool = False) -> Callable[[], None]:
+        """Return a function that allocates the memory for the copies of a state ahead. It holds none of its tensors.
+
+        Args:
+            is_early: page-lock host memory if copies of CUDA tensors will lie there, and take no other memory: training
+                has not taken its own yet.
+        """
         inputs = inputs_of(parts, self.shares)
         if self.shares is not None and self._must_learn_first(inputs):
             as_if_all_hold = replace(self.shares, holders=self.shares.holders or {}, known=None)
             inputs = inputs_of(parts, replace(as_if_all_hold, turns=turns_of(inputs, as_if_all_hold)))
         on_host, on_devices = self._by_place(_tensors(inputs))
-        for tensor, _ in on_host:
-            if tensor.spec.nbytes >= INLINE_BYTES:
-                self._spare.room(tensor.key, tensor.spec.nbytes).fill(0)
+        hosted = {} if is_early else {tensor.key: tensor.spec.nbytes for tensor, _ in on_host}
+        sources: list[Sources] = []
         for device, tensors in on_devices.items():
             from ..engine.cuda.sources import Sources
 
             nbytes = np.array([tensor.spec.nbytes for tensor, _ in tensors], np.int64)
-            sources = Sources.of(device, [tensor.key for tensor, _ in tensors], nbytes, ())
-            self._on_devices().prepare(sources, self._spare, self._base, self._delta_rejected, INLINE_BYTES)
+            sources.append(Sources.of(device, [tensor.key for tensor, _ in tensors], nbytes, ()))
+        devices = [self._on_devices()] if sources else []
+
+        def allocate() -> None:
+            for key, nbytes in hosted.items():
+                if nbytes >= INLINE_BYTES:
+                    self._spare.room(key, nbytes).fill(0)
+            for staging, one in product(devices, sources):
+                staging.prepare(one, self._spare, self._base, self._delta_rejected, INLINE_BYTES, is_early=is_early)
+
+        return allocate
 
     def prepare_next(self) -> None:
         """Allocate memory for the next save, after one of the first ones: locking it takes longer than the copies."""

@@ -22,7 +22,7 @@ from ..state.values.containers import Path, display
 from ..state.values.held_array import Held
 from ..state.values.tensors import TensorSpec, array_node, is_array
 from ..state.values.wrapped import unwrapped
-from ..state.walk.flatten import flatten, require_stored_forms
+from ..state.walk.flatten import Part, flatten, require_stored_forms
 from .inputs import PartInput, TensorInput, inputs_of, is_stream
 
 _END = object()
@@ -42,17 +42,20 @@ class FirstState:
     def __init__(self, *, of_rank: bool) -> None:
         self._of_rank, self._is_new = of_rank, True
 
-    def check(self, state: Any) -> None:
-        """Check a state if it is the first; None and an iterator are none.
+    def check(self, state: Any) -> list[Part]:
+        """Check a state if it is the first, and return its parts; None and an iterator are none.
+
+        Returns:
+            See `require_stored_forms`; nothing for a later state.
 
         Raises:
             UnsupportedLeafError: It has values without a stored form; up to 20 are named.
             InvalidInputError: It contains itself, or a `state_dict()` failed.
         """
         if not self._is_new or state is None or is_stream(state):
-            return
+            return []
         self._is_new = False
-        require_stored_forms(state, of_rank=self._of_rank)
+        return require_stored_forms(state, of_rank=self._of_rank)
 
 
 def inputs_of_state(state: Any, engines: Engines) -> list[PartInput]:

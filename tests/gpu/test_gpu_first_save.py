@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kit.gpu_states import differing, drift, every_dtype, facts, floats, manager, typed
-from snapstore import CapabilityError
+from snapstore import CapabilityError, SnapshotManager, UnsupportedLeafError
+from snapstore.storage.memory import MemoryStore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -155,3 +156,120 @@ def test_prepare_for_another_state_than_is_saved(locked):
         state = mixed(4)
         made.save(0, state).result(60)
         assert differing(facts(made.restore(0)), facts(state)) == []
+
+
+@pytest.fixture
+def initialized(monkeypatch):
+    """Let torch tell that it has initialised CUDA, also where a CPU plays the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+
+def fresh(seed=0):
+    """Return a state on the GPU whose optimizer has no state yet, as before its first step."""
+    weights = {f"w{i}": floats(90_000, seed + i, "cuda") for i in range(3)}
+    return {"model": weights, "optimizer": {"state": {}}, "loader": Loader()}
+
+
+def train(state):
+    for name, weight in state["model"].items():
+        moments = state["optimizer"]["state"].setdefault(name, [torch.zeros_like(weight) for _ in range(2)])
+        for number, moment in enumerate(moments):
+            moment.mul_(0.9).add_(weight, alpha=number + 1)
+        weight.mul_(1.001)
+
+
+class Loader:
+    """A data loader that counts how often it is asked for its state."""
+
+    asked = 0
+
+    def state_dict(self):
+        self.asked += 1
+        return {"position": self.asked}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("begins", ["restore_into", "state", "save off the interval"])
+def test_the_first_save_finds_its_memory_locked(initialized, locked, begins):
+    """It is locked in the background as soon as the shapes are known, without `prepare`."""
+    state, store = fresh(), MemoryStore()
+    if begins == "restore_into":
+        train(state)
+        with manager("device", store=store) as before:
+            before.save(0, state)
+        state = fresh(seed=9)
+        train(state)
+    options = {"state": state} if begins == "state" else {}
+    with manager("host", store=store, save_interval_steps=2, **options) as made:
+        if begins == "restore_into":
+            assert made.restore_into(state).step == 0
+        train(state)
+        if begins == "save off the interval":
+            assert made.save(1, state).skipped
+        elif begins == "state":
+            made.wait_until_finished()
+            assert len(made._staging._spare) == 3  # of the model
+            assert not made.should_save(1)
+        made.wait_until_finished()
+        assert len(made._staging._spare) == 9
+        assert state["loader"].asked == 0, "an early preparation asked a loader for its state"
+        for step in (2, 4, 6):
+            train(state)
+            wanted = facts([state["model"], state["optimizer"]])
+            before = locked.count(threading.main_thread())
+            made.save(step, state).result(60)
+            made.wait_until_finished()
+            assert locked.count(threading.main_thread()) == before
+            found = made.restore(step)
+            assert differing(facts([found["model"], found["optimizer"]]), wanted) == []
+
+
+@pytest.mark.parametrize("case", ["auto", "device", "read-only", "a part", "numbers"])
+def test_no_memory_is_taken_early_without_need(initialized, case):
+    state, store = {"n": 3} if case == "numbers" else fresh(), MemoryStore()
+    if case != "numbers":
+        train(state)
+    with manager("device", store=store) as before:
+        before.save(0, state)
+    options = {"read_only": case == "read-only", "state": None if case == "a part" else state}
+    with manager(case if case in ("auto", "device") else "host", store=store, **options) as made:
+        if case == "a part":
+            made.restore_into(state["model"], part="model")
+        else:
+            made.restore_into(state)
+        made._background.join()
+        assert not made._staging._spare
+
+
+def test_a_full_device_locks_host_memory_early(initialized, locked, monkeypatch):
+    monkeypatch.setattr("snapstore.engine.cuda.staging._free_bytes", lambda device: 0)
+    with manager("auto", state=fresh()) as made:
+        made.wait_until_finished()
+        assert locked
+        assert threading.main_thread() not in locked
+
+
+def test_a_state_that_cannot_be_saved_is_refused_when_the_manager_is_made(initialized):
+    store = MemoryStore()
+    with pytest.raises(UnsupportedLeafError, match="thing"):
+        SnapshotManager(store, run="r", staging="host", state={"w": floats(90_000, 1, "cuda"), "thing": object()})
+    with SnapshotManager(store, run="r", staging="host") as made:  # the first one has closed
+        made.save(0, {"w": floats(90_000, 1, "cuda")}).result(60)
+
+
+def test_an_early_preparation_neither_waits_nor_raises_the_error_of_a_save(initialized, locked, monkeypatch):
+    state = {"w": floats(300_000, 1, "cuda")}
+    with manager("host") as made:
+        monkeypatch.setattr(made._staging, "use_base", lambda *_: 1 / 0)
+        made.save(1, state)
+        made._background.join()
+        made._prepare_early(state)
+        with pytest.raises(ZeroDivisionError):
+            made.wait_until_finished()
+        with made._background.holding_slot(""):
+            before = len(locked)
+            threading.Thread(target=made._prepare_early, args=(state,)).start()
+            made._prepare_early({"other": floats(300_000, 1, "cuda")})  # the slot is taken: it returns
+        assert len(locked) == before

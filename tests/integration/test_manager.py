@@ -157,7 +157,10 @@ def test_a_save_is_skipped_for_a_save_or_its_gc_but_not_for_a_preparation(store,
         assert go.wait(30)
 
     with manager(store, on_busy="skip", keep=[KeepLast(9)]) as snapshots:
-        monkeypatch.setattr(*(snapshots, "_retain") if what == "gc" else (snapshots._staging, what), held)
+        if what == "prepare":
+            monkeypatch.setattr(snapshots._staging, what, lambda *_: held)
+        else:
+            monkeypatch.setattr(*(snapshots, "_retain") if what == "gc" else (snapshots._staging, what), held)
         if what == "prepare":
             snapshots.prepare(big(0))  # the next save comes before the thread has begun
         else:

@@ -170,7 +170,7 @@ def test_large_plain_tensors_are_not_copied_whole(monkeypatch):
             assert len(asked) == asks
             copied = sum(t.spec.nbytes for t in inputs[-1].tensors)
             assert copied < 4 * count if asks else copied == 4 * count
-            staging.prepare(flatten(state, of_rank=True))
+            staging.prepare(flatten(state, of_rank=True))()
 
 
 def of(local, mesh, placements, **options):

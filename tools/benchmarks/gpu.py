@@ -598,7 +598,7 @@ def section_llamas(bench: Bench) -> dict[str, Any]:
 
 
 def section_cold(bench: Bench) -> dict[str, Any]:
-    """The first saves and restores: kernels that were never compiled, host memory that was never locked."""
+    """The first save and the first restores of a process, also with kernels that were never compiled."""
     if bench.device.type != "cuda":
         raise SkippedError("no CUDA device")
     bench.release()  # the new process needs room for its copies
@@ -612,16 +612,25 @@ def section_cold(bench: Bench) -> dict[str, Any]:
     bench.figure("first_restore_over_dcp", first["compiled_s"] / first["dcp_load_s"], how)
     how += "; with an empty cache of kernels"
     bench.figure("new_machine_restore_over_dcp", first["never_compiled_s"] / first["dcp_load_s"], how)
-    run = gpu_llama.Run(gpu_llama.LLAMAS["12 GB, few tensors"], bench.device)
+    return found
+
+
+def section_first_host(bench: Bench) -> dict[str, Any]:
+    """The first saves staged on the host: without preparation, after `prepare`, and after a restore."""
+    if bench.device.type != "cuda":
+        raise SkippedError("no CUDA device")
+    bench.release()
+    found: dict[str, Any] = {}
+    run = gpu_llama.Run(gpu_llama.STAGED, bench.device)
     run.train(2)
-    for prepare in (False, True):
+    for begins in ("nothing", "prepare", "restore_into"):
         with bench.scratch() as folder:
-            name = "prepared" if prepare else "not_prepared"
-            found[name] = gpu_llama.host_stalls(run, folder, bench.say, prepare=prepare)
-    raw_s = found["prepared"]["state_bytes"] / bench.pinned_rates[0]
-    second, first = found["not_prepared"]["stalls_s"][1] / raw_s, found["prepared"]["stalls_s"][0] / raw_s
-    bench.figure("second_host_stall_ratio", second, "the second save with host staging / a raw pinned copy")
-    bench.figure("prepared_host_stall_ratio", first, "the first save after prepare() / a raw pinned copy")
+            found[begins] = gpu_llama.host_stalls(run, folder, bench.say, begins)
+    raw_s = found["nothing"]["state_bytes"] / bench.pinned_rates[0]
+    saves = {"second": ("nothing", 1), "prepared": ("prepare", 0), "restored": ("restore_into", 0)}
+    for name, (begins, number) in saves.items():
+        how = f"save {number + 1} with host staging after {begins} / a raw pinned copy"
+        bench.figure(f"{name}_host_stall_ratio", found[begins]["stalls_s"][number] / raw_s, how)
     return found
 
 
@@ -642,7 +651,7 @@ SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "limits": section_limits, "train": section_train, "engine": section_engine, "stall_device": section_stall_device,
     "stall_host": section_stall_host, "restore": section_restore, "memory": section_memory, "steps": section_steps,
     "sizes": section_sizes, "peers": section_peers, "llamas": section_llamas, "cold": section_cold,
-    "sparse": section_sparse,
+    "first_host": section_first_host, "sparse": section_sparse,
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ LLAMAS = {
 }  # fmt: skip
 TINY = {"few tensors": (64, 128, 2), "many tensors": (16, 32, 20)}
 EXPERTS = (640, 1792, 12)  # with 8 experts a layer
+STAGED = (2048, 5632, 34)  # 20 GB
 SAVES, WARM, MEMORY_SAVES = 9, 2, 10
 
 
@@ -205,17 +206,30 @@ def _differing(got: Any, wanted: Any) -> list[str]:
     return [str(a.shape) for a, b in pairs if not torch.equal(a.to(b.device).view(-1), b.detach().view(-1))]
 
 
-def host_stalls(run: Run, folder: Path, say: Callable[[str], None], *, prepare: bool) -> dict[str, Any]:
-    """Stalls of the first saves with copies in pinned host memory, beside a raw copy into pinned memory."""
+def host_stalls(run: Run, folder: Path, say: Callable[[str], None], begins: str) -> dict[str, Any]:
+    """Stalls of the first saves with copies in pinned host memory, beside a raw copy into pinned memory.
+
+    Args:
+        begins: what the manager does first, before the loop trains for 3 s: "nothing"; "prepare"; or "restore_into", of
+            the state of an earlier manager.
+    """
     size = sum(t.nbytes for t in tensors(run.state()) if t.device.type == run.device.type)
     stalls = []
-    with SnapshotManager(folder / "repository", run="bench", staging="host") as snapshots:
-        if prepare:
+    if begins == "restore_into":
+        with SnapshotManager(folder / "repository", run="bench", staging="host", keep=KeepLast(1)) as snapshots:
+            snapshots.save(0, run.state())
+    with SnapshotManager(folder / "repository", run="bench", staging="host", keep=KeepLast(1)) as snapshots:
+        if begins == "prepare":
             snapshots.prepare(run.state())
-            snapshots.wait_until_finished()
-        for step in range(3):
+        elif begins == "restore_into":
+            snapshots.restore_into(run.state())
+        began = time.perf_counter()
+        while time.perf_counter() - began < 3:
+            run.train()
+            limits.synchronize(run.device)
+        for step in range(1, 4):
             run.train()
             stalls.append(stalled_s(run.device, snapshots, step, run.state()))
             snapshots.wait_until_finished()
-    say(f"host staging, {'prepared' if prepare else 'not prepared'}: stalls {[round(s, 3) for s in stalls]} s")
+    say(f"host staging, after {begins}: stalls {[round(s, 3) for s in stalls]} s")
     return {"state_bytes": size, "stalls_s": [round(s, 4) for s in stalls]}

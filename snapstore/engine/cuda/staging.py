@@ -246,16 +246,29 @@ class DeviceStaging:
         return int(self._keep[-1].data_ptr())
 
     def prepare(
-        self, sources: Sources, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
+        self,
+        sources: Sources,
+        spare: Buffers,
+        base: Buffers,
+        delta_rejected: Container[TensorKey],
+        inline_below: int,
+        *,
+        is_early: bool = False,
     ) -> None:
-        """Allocate memory for the copies of tensors ahead: page-lock it, or put it into torch's device cache."""
+        """Allocate memory for the copies of tensors ahead: page-lock it, or put it into torch's device cache.
+
+        Args:
+            is_early: only page-lock memory. Leave it to the first save whether to copy on the device.
+        """
         with torch.cuda.device(sources.device):
             layout = self._layout(sources, inline_below)
             if not len(layout.large):
                 return
-            if self._mode(sources, layout, spare, base) == "host":
+            if self._mode(sources, layout, spare, base, is_early=is_early) == "host":
                 _host_rooms(sources, layout, spare, base, delta_rejected)
-            elif sum(nbytes for *_, nbytes in layout.groups) <= AUTO_SHARE * _free_bytes(sources.device):
+                return
+            needed = sum(nbytes for *_, nbytes in layout.groups)
+            if not is_early and needed <= AUTO_SHARE * _free_bytes(sources.device):
                 with suppress(torch.OutOfMemoryError):  # then the save allocates it
                     self._device_rooms(sources, layout, spare)
 
@@ -297,17 +310,23 @@ class DeviceStaging:
 
     # -- where
 
-    def _mode(self, sources: Sources, layout: _CopyLayout, spare: Buffers, base: Buffers) -> str:
-        """Decide where a device's copies go: at its first save, and when its state grows by over 10 %."""
+    def _mode(
+        self, sources: Sources, layout: _CopyLayout, spare: Buffers, base: Buffers, *, is_early: bool = False
+    ) -> str:
+        """Decide where a device's copies go: at its first save, and when its state grows by over 10 %.
+
+        "auto" may decide earlier that the device has no room. That it has room is decided at the first save.
+        """
         device, needed = sources.device, int(sources.nbytes[layout.large].sum())
         if device in self._modes and needed <= 1.1 * self._state_bytes[device]:
             return self._modes[device]
-        self._state_bytes[device] = needed
         mode = self._asked
         if mode == "auto":
             free = _free_bytes(device) + _bytes_on(device, spare, base)
             wanted = (2 if self._twice else 1) * needed + WORK_BYTES
             mode = "device" if wanted <= AUTO_SHARE * free else "host"
+            if is_early and mode == "device":
+                return mode
             log.info(
                 "staging=%s on %s: copies of %.1f GB of state, and work buffers, take up to %.1f GB; %.1f GB is free",
                 mode,
@@ -316,7 +335,7 @@ class DeviceStaging:
                 wanted / 1e9,
                 free / 1e9,
             )
-        self._modes[device] = mode
+        self._modes[device], self._state_bytes[device] = mode, needed
         return mode
 
     def _layout(self, sources: Sources, inline_below: int) -> _CopyLayout:

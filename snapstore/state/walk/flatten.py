@@ -116,17 +116,20 @@ def flatten_and_learn(state: Any, *, of_rank: bool = False) -> tuple[list[Part],
         return parts, None
 
 
-def require_stored_forms(state: Any, *, of_rank: bool = False) -> None:
+def require_stored_forms(state: Any, *, of_rank: bool = False) -> list[Part]:
     """Check that a state can be saved, as far as can be told without objects other than modules and optimizers.
 
     Other objects are not asked for their state: a data loader would start its workers, or draw random numbers.
+
+    Returns:
+        The parts, as `flatten`, without the values of those other objects.
 
     Raises:
         UnsupportedLeafError, InvalidInputError: as `flatten`.
     """
     flattener = _RankFlattener() if of_rank else _Flattener()
     flattener.is_check = True
-    flattener.parts(state)
+    return flattener.parts(state)
 
 
 class _Memories:

@@ -91,6 +91,8 @@ if TYPE_CHECKING:
     from .inspect.stats import GroupStats as GroupStats
     from .inspect.stats import StatsResult as StatsResult
     from .inspect.tables import SnapshotList as SnapshotList
+    from .inspect.usage import Usage as Usage
+    from .inspect.usage import UsageResult as UsageResult
     from .manager import SnapshotManager as SnapshotManager
     from .options import SaveOptions as SaveOptions
     from .protocol.forget import ForgetResult as ForgetResult
@@ -145,6 +147,7 @@ _NAMES = {
     "inspect.lazy": "LazyTensors TensorHandle",
     "inspect.stats": "GroupStats StatsResult",
     "inspect.tables": "SnapshotList",
+    "inspect.usage": "Usage UsageResult",
     "manager": "SnapshotManager",
     "options": "SaveOptions",
     "protocol.forget": "ForgetResult",

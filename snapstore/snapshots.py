@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .inspect.divergence import DivergenceResult
     from .inspect.lazy import LazyTensors
     from .inspect.stats import StatsResult
+    from .inspect.usage import UsageResult
     from .state.fill.fit import Mismatches, NameOptions, Rename
 
 
@@ -303,6 +304,22 @@ class Snapshots:
         from .inspect.stats import stats
 
         return stats(self.context)
+
+    def du(self, by: Literal["run", "snapshot", "part", "tensor"] = "run", *, run: str | None = None) -> UsageResult:
+        """Return what takes the space, and what would be freed without each run or snapshot.
+
+        Args:
+            by: what each row of the result is. Parts and tensors are counted over the committed snapshots of all runs.
+            run: show this run alone; parts and tensors are counted over its snapshots only.
+
+        Raises:
+            InvalidInputError: `by` is none of these.
+            NotFoundError: there is no such run, or a manifest of a snapshot is missing.
+            IntegrityError, FormatError: a manifest is damaged.
+        """
+        from .inspect.usage import usage
+
+        return usage(self.context, by, run)
 
     def diff(self, a: str, b: str) -> DiffResult:
         """Return the differences between two snapshots, tensor by tensor.

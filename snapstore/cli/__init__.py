@@ -11,7 +11,7 @@ inspect.py       log, show, diff and stats
 transfer.py      import and export
 retention.py     tag, untag, forget, unforget and gc
 maintenance.py   check, repair, compact, recode, copy, index, doctor, completion and demo
-planning.py      estimate
+planning.py      du and estimate
 doctor/          the tests of a machine and of a place
 """
 

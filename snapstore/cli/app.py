@@ -75,6 +75,7 @@ VERBS = (
     "recode",
     "copy",
     "stats",
+    "du",
     "estimate",
     "index",
     "doctor",

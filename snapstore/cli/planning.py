@@ -1,24 +1,49 @@
-"""The verb estimate: estimate the cost of the snapshots of a run, before the run starts."""
+"""The verbs du and estimate: what takes the space of a repository, and what the snapshots of a run will cost."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ..errors import InvalidInputError
 from ..text import counted, human_bytes
-from .app import Place, Shell, UsageError, verb
-from .output import line, spinner
+from .app import PARTIAL, Place, Shell, UsageError, verb
+from .output import line, note_left_out, spinner, table
 
 if TYPE_CHECKING:
     from ..engine.rates import Rates
     from ..inspect.estimate import Estimate, Run
+    from ..inspect.usage import UsageResult
 
 #: The names of the given rates, in the order of `Rates`.
 _RATES = ("write", "read", "encode", "decode", "copy")
+
+
+@verb("snapstore du exp")
+def du(
+    shell: Shell,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="This run alone, snapshot by snapshot.")] = None,
+    by: Annotated[str, typer.Option(metavar="WHAT", help="run, snapshot, part or tensor.")] = "",
+    limit: Annotated[int, typer.Option("-n", "--limit", metavar="N", help="Only the N largest; 0: all.")] = 0,
+) -> int | None:
+    """Show what takes the space, and what would be freed if one run or snapshot alone were forgotten.
+
+    "unshared" is what nothing else needs; "freed" of it is in files that gc deletes whole: compact frees the rest.
+    """
+    with shell.repository() as repository, spinner("counting"):
+        found = repository.du(cast(Any, by or ("snapshot" if run else "run")), run=run)
+    if limit > 0:
+        found = replace(found, rows=sorted(found.rows, key=lambda row: -row.stored_bytes)[:limit])
+    shell.show(asdict(found), _print_usage, found)
+    return PARTIAL if note_left_out(found.unknown) else None
+
+
+def _print_usage(found: UsageResult) -> None:
+    table(found.columns, found.cells)
+    line(f"{human_bytes(found.stored_bytes)} stored; 'snapstore gc' frees {human_bytes(found.unneeded_bytes)} now")
 
 
 @verb("snapstore estimate --params 7e9 --ranks 8 --step-time 2")

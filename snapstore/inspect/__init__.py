@@ -3,6 +3,7 @@
 None of them writes. Read stats.py first: it shows how a manifest leads to blobs and codecs.
 
 stats.py           count snapshots, bytes by group and codec, chunks and chains
+usage.py           what each run, snapshot, part or tensor needs, and what would be freed without it
 plain_values.py    the leaves of a snapshot that are no tensors
 stored_tensors.py  where the bytes of each tensor lie, and its bytes piece by piece
 diff.py            compare two snapshots, tensor by tensor and value by value

@@ -6,9 +6,10 @@ In: an open repository. Out: StatsResult. Reads every manifest and every pack's 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from ..protocol.notes import in_quarantine
 from ..text import brief, counted, html_table, human_bytes
 from .tables import data_frame
 
+T = TypeVar("T")
 _SIZES = ("logical", "stored")
 
 
@@ -102,16 +104,21 @@ class StatsResult:
 
 
 def stats(context: Context) -> StatsResult:
-    """Count what a repository holds; start again if a read fails because another process has changed the snapshots.
+    """Count what a repository holds.
 
     Raises:
         IntegrityError, FormatError: a manifest or a pack's footer is damaged.
         NotFoundError: a pack that a snapshot needs is missing.
     """
+    return while_unchanged(context, partial(_count, context))
+
+
+def while_unchanged(context: Context, count: Callable[[View], T]) -> T:
+    """Return what `count` returns; call it again if a read fails because another process has changed the snapshots."""
     while True:
         view = context.index.refresh()
         try:
-            return _count(context, view)
+            return count(view)
         except (IntegrityError, FormatError, NotFoundError):
             if _revisions(context.index.refresh()) == _revisions(view):
                 raise

@@ -81,6 +81,7 @@ READING = [
     ("diff", "r@0", "r@1"),
     ("diff", "r@0", "r@latest"),
     ("stats",),
+    ("du", "--by", "tensor"),
     ("check",),
     ("check", "--read-data"),
     ("check", "--restore"),

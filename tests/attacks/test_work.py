@@ -65,6 +65,7 @@ VERBS = {
     "restore": lambda repo: repo.restore("r@0"),
     "check": lambda repo: repo.check("restore"),
     "stats": lambda repo: repo.stats(),
+    "du": lambda repo: repo.du("tensor"),
     "diff": lambda repo: repo.diff("r@0", "r@0"),
     "compact": lambda repo: repo.compact(),
     "recode": lambda repo: repo.recode(["r@0"]),

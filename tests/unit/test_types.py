@@ -35,7 +35,7 @@ from snapstore import (
     ObjectInfo, ObjectStore, PerRank, Policy, Problem, RankValues, Ranks, RanksError, RecodeResult, RepairAction,
     RepairResult, Repository, ResumableLoader, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotLike, SnapshotList,
     SnapshotManager, SnapstoreError, StatsResult, StorageError, StorageFullError, TensorDiff, TensorHandle, TorchRanks,
-    UnknownFormatError, UnsupportedLeafError, Unpacked, View, resumable,
+    UnknownFormatError, UnsupportedLeafError, Unpacked, Usage, UsageResult, View, resumable,
 )
 
 
@@ -140,6 +140,9 @@ def repositories(state: dict[str, Any]) -> None:
     store: ObjectStore = repository.store
     assert_type([info for info in store.list("packs/")], list[ObjectInfo])
 
+    usage = repository.du("part")
+    assert_type(usage, UsageResult)
+    assert_type(usage.rows, list[Usage])
     stats = repository.stats()
     assert_type(stats, StatsResult)
     assert_type(stats.ratio, float)

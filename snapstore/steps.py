@@ -407,7 +407,7 @@ class Steps:
         with self._reading(step, per_rank) as (context, ref, as_rank):
             snapshot = pipeline.read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
-        if fit.get("part") is None:
+        if keys is None and fit.get("part") is None:  # else it may be a part of what is saved
             self._prepare_early(target)
         return snapshot
 

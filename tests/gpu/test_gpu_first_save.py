@@ -226,19 +226,19 @@ def test_the_first_save_finds_its_memory_locked(initialized, locked, begins):
             assert differing(facts([found["model"], found["optimizer"]]), wanted) == []
 
 
-@pytest.mark.parametrize("case", ["auto", "device", "read-only", "a part", "numbers"])
+@pytest.mark.parametrize("case", ["auto", "device", "read-only", "a part", "keys", "numbers"])
 def test_no_memory_is_taken_early_without_need(initialized, case):
     state, store = {"n": 3} if case == "numbers" else fresh(), MemoryStore()
     if case != "numbers":
         train(state)
     with manager("device", store=store) as before:
         before.save(0, state)
-    options = {"read_only": case == "read-only", "state": None if case == "a part" else state}
+    options = {"read_only": case == "read-only", "state": None if case in ("a part", "keys") else state}
     with manager(case if case in ("auto", "device") else "host", store=store, **options) as made:
         if case == "a part":
             made.restore_into(state["model"], part="model")
         else:
-            made.restore_into(state)
+            made.restore_into(state, keys="model" if case == "keys" else None)
         made._background.join()
         assert not made._staging._spare
 

@@ -251,6 +251,28 @@ class Repository(Snapshots):
         return forget.forget_snapshots(self.context, refs, dry_run=dry_run, force=force)
 
     @pinned
+    def forget_to_free(self, free_bytes: int, *, run: str | None = None, dry_run: bool = False) -> ForgetResult:
+        """Forget as few snapshots as it takes until a gc would free some bytes, those that are worth least first.
+
+        First go snapshots that no stored policy of their run keeps, then those that only the last of its policies
+        keeps, then the last but one, and so on; each time the oldest first. Tagged snapshots, the newest one of each
+        run and damaged ones stay.
+
+        Args:
+            free_bytes: what a gc frees afterwards, with what it would free now.
+            run: only snapshots of this run; None: of all runs.
+            dry_run: only return the result; write nothing.
+
+        Raises:
+            InvalidInputError: so much cannot be freed; nothing was forgotten.
+            NotFoundError: no such run, or a manifest is missing.
+            IntegrityError: a record is not known, so a gc would free nothing.
+        """
+        if isinstance(free_bytes, bool) or not isinstance(free_bytes, int) or free_bytes < 1:
+            raise InvalidInputError(f"free_bytes {quoted(free_bytes)}: expected an int of 1 or more")
+        return forget.forget_to_free(self.context, free_bytes, run=run, dry_run=dry_run)
+
+    @pinned
     def unforget(self, ref: str) -> Snapshot:
         """Bring a forgotten snapshot back.
 

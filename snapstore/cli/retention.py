@@ -9,7 +9,7 @@ import typer
 
 from ..errors import ConflictError, InvalidInputError, NotFoundError
 from ..text import counted, human_bytes
-from .app import PARTIAL, DryRun, Ref, Shell, UsageError, verb
+from .app import PARTIAL, DryRun, Ref, Shell, UsageError, size_of, verb
 from .output import fields_json, line, note, note_left_out, snapshot_json, spinner, table
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def forget(
     keep_monthly: Annotated[int | None, _period("months")] = None,
     keep_yearly: Annotated[int | None, _period("years")] = None,
     keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="Keep these steps: 1000,2000.")] = None,
+    free: Annotated[str, typer.Option(metavar="SIZE", help="Forget until gc frees this much: 500G. Try -n.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Forget even the newest, or everything.")] = False,
     dry_run: DryRun = False,
 ) -> int | None:
@@ -109,11 +110,15 @@ def forget(
     by_policy = given or keep_best or keep_steps is not None
     if refs and (run is not None or by_policy):
         raise UsageError("name snapshots, or --run with policies, not both")
-    if not refs and run is None:
+    if free and (refs or by_policy or force):
+        raise UsageError("--free chooses by the stored policies: pass --run R or -n beside it, and nothing else")
+    if not refs and run is None and not free:
         raise UsageError("no snapshot named; pass references, or --run R")
     keep = _policies(given, keep_best or [], keep_steps)
     with shell.repository() as repository, spinner("forgetting"):
-        if refs:
+        if free:
+            result = repository.forget_to_free(size_of(free, "--free"), run=run, dry_run=dry_run)
+        elif refs:
             result = repository.forget_snapshots(refs, dry_run=dry_run, force=force)
         else:
             assert run is not None
@@ -122,7 +127,7 @@ def forget(
             if given_here and not dry_run:
                 _replace_damaged_policies(repository, run, given_here)
     kept = [{"id": s.id, "reasons": reasons} for s, reasons in result.kept]
-    shell.show({"kept": kept, **fields_json(result, "forgotten", "unknown")}, _print_forget, result)
+    shell.show({"kept": kept, **fields_json(result, "forgotten", "unknown", "frees_bytes")}, _print_forget, result)
     return PARTIAL if note_left_out(result.unknown) else None
 
 
@@ -191,7 +196,9 @@ def _print_forget(result: ForgetResult) -> None:
     rows += [[s.ref, s.id[:8], goes, s.reason] for s in result.forgotten]
     if rows:
         table(["snapshot", "id", "", "why"], rows)
-    line(f"{len(result.kept)} kept, {len(result.forgotten)} {goes}")
+    kept = f"{len(result.kept)} kept, " if not result.frees_bytes else ""
+    frees = f"; 'snapstore gc' then frees {human_bytes(result.frees_bytes)}" if result.frees_bytes else ""
+    line(f"{kept}{len(result.forgotten)} {goes}{frees}")
     if result.forgotten and not result.dry_run:
         note("'snapstore gc' frees their bytes, 'snapstore unforget' brings them back until then")
 

@@ -6,23 +6,28 @@ them. Pure functions in `retention` decide what a policy keeps.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from .. import retention
+from ..catalog import policy_store
+from ..catalog.history import View
+from ..catalog.needed_keys import all_needed_keys
+from ..catalog.read_twice import listed
 from ..checks import check_list, check_name
 from ..context import Context
-from ..errors import InvalidInputError, NotFoundError
+from ..errors import IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
 from ..format.keys import records_prefix
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
-from ..text import brief
+from ..text import brief, human_bytes
 from . import revisions
-from .notes import in_need_of_quarantined
+from .notes import in_need_of_quarantined, in_quarantine
 
 #: At most so many snapshots stay only because they are held.
 HELD_AT_MOST = 8
-#: The reason of a snapshot that was forgotten by its name, not by a policy.
-NAMED = "named by the user"
+#: The reason of a snapshot that was forgotten by its name, not by a policy; and of one whose space was asked for.
+NAMED, FOR_SPACE = "named by the user", "to free space"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +39,14 @@ class ForgetResult:
         forgotten: the snapshots that were forgotten; in a dry run, that would be.
         unknown: the records of the run that cannot be read or are gone (key: why): policies do not count their
             snapshots, which stay. Empty if references name the snapshots.
+        frees_bytes: of `forget_to_free`: what a gc then frees; else 0.
     """
 
     kept: list[tuple[Snapshot, tuple[str, ...]]]
     forgotten: list[Snapshot]
     dry_run: bool = False
     unknown: dict[str, str] = field(default_factory=dict)
+    frees_bytes: int = 0
 
     __repr__ = brief
 
@@ -103,6 +110,90 @@ def forget_snapshots(
     if not dry_run:
         chosen = revisions.forget(context, chosen, policy="", reason=NAMED)
     return ForgetResult([], chosen, dry_run)
+
+
+def forget_to_free(context: Context, free_bytes: int, *, run: str | None = None, dry_run: bool = False) -> ForgetResult:
+    """Forget snapshots until a gc would free some bytes; see `Repository.forget_to_free`."""
+    view = context.index.refresh()
+    if run is not None:
+        view.require_run(check_name("run", run))
+    if unknown := view.unknown():
+        text = f"forget: {next(iter(unknown))} and what it needs are not known, so a gc frees nothing"
+        raise IntegrityError(f"{text}; run 'snapstore repair' first")
+    space = _Space(context, view.snapshots())
+    runs = sorted({s.run for s in view.snapshots(run)})
+    order = [(rank, s) for name in runs for rank, s in _by_policy(context, view, name)]
+    order.sort(key=lambda one: (one[0], one[1].created, one[1].id))
+    chosen: list[Snapshot] = []
+    for _, snapshot in order:
+        if space.freed >= free_bytes:
+            break
+        space.take(snapshot)
+        chosen.append(snapshot)
+    if space.freed < free_bytes:
+        raise InvalidInputError(
+            f"forget: expected {human_bytes(free_bytes)} to free, got at most {human_bytes(space.freed)}: the newest "
+            "snapshot of each run, tagged and damaged ones stay; untag some, or copy a run away"
+        )
+    for snapshot in reversed(chosen):  # the one that is worth most first
+        if space.freed - space.only(snapshot) >= free_bytes:
+            space.give_back(snapshot)
+            chosen.remove(snapshot)
+    if not dry_run:
+        chosen = revisions.forget(context, chosen, policy="", reason=FOR_SPACE)
+    return ForgetResult([], chosen, dry_run, frees_bytes=space.freed)
+
+
+def _by_policy(context: Context, view: View, run: str) -> list[tuple[int, Snapshot]]:
+    """Return the snapshots of a run that may go, each with a rank; the lowest rank goes first.
+
+    First those that no policy keeps, then those that only the last of the stored policies keep, and so on.
+    """
+    snapshots = view.snapshots(run)
+    stay = in_need_of_quarantined(context, snapshots) | {s.id for s in view.missing}
+    policies = policy_store.read(context.store, run)
+    steps = [s for s in snapshots if s.id not in stay]
+    kept = [policy.reasons(retention.current(steps)) for policy in policies]
+    found = []
+    for decision in retention.apply([], steps, force=True):
+        if not decision.reasons:  # neither tagged nor the newest
+            first = next((number for number, reasons in enumerate(kept) if decision.snapshot.id in reasons), len(kept))
+            found.append((len(kept) - first, decision.snapshot))
+    return found
+
+
+class _Space:
+    """The objects of a repository, and the snapshots that need them.
+
+    Attributes:
+        freed: size of the objects that no snapshot needs [bytes].
+    """
+
+    def __init__(self, context: Context, snapshots: Sequence[Snapshot]) -> None:
+        infos = listed(context.store, "packs/") | listed(context.store, "manifests/")
+        kept = in_quarantine(context.store)
+        self._sizes = {key: info.size_bytes for key, info in infos.items() if key not in kept}
+        self._keys: dict[str, set[str]] = {}
+        for snapshot, keys in all_needed_keys(context.index, snapshots):
+            if isinstance(keys, SnapstoreError):
+                raise keys
+            self._keys[snapshot.id] = keys & self._sizes.keys()
+        self._users = Counter(key for keys in self._keys.values() for key in keys)
+        self.freed = sum(size for key, size in self._sizes.items() if key not in self._users)
+
+    def only(self, snapshot: Snapshot) -> int:
+        """Return the bytes that are free only because a snapshot was taken."""
+        return sum(self._sizes[key] for key in self._keys[snapshot.id] if not self._users[key])
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Let a snapshot need nothing."""
+        self._users.subtract(self._keys[snapshot.id])
+        self.freed += self.only(snapshot)
+
+    def give_back(self, snapshot: Snapshot) -> None:
+        """Let a snapshot that was taken need its objects again."""
+        self.freed -= self.only(snapshot)
+        self._users.update(self._keys[snapshot.id])
 
 
 def unforget(context: Context, ref: str) -> Snapshot:

@@ -813,12 +813,28 @@ def test_forget_by_policy(series):
     assert len(series.json("log")["snapshots"]) == 4
     done = series.json("forget", *options)
     assert dry == done
-    assert set(done) == {"kept", "forgotten", "unknown"}
+    assert set(done) == {"kept", "forgotten", "unknown", "frees_bytes"}
     assert done["kept"] == [
         {"id": ids[0], "reasons": ["best loss (#1)"]},
         {"id": ids[3], "reasons": ["last 1", "newest"]},
     ]
     assert done["forgotten"] == ids[1:3]
+
+
+def test_forget_to_free_space_proposes_then_does_it(series):
+    rows = {row["name"]: row for row in series.json("du", "exp")["rows"]}
+    assert all(row["stored_bytes"] >= row["unshared_bytes"] >= row["freed_bytes"] > 0 for row in rows.values())
+    oldest = min(rows, key=lambda name: int(name.partition("@")[2]))
+    size = rows[oldest]["freed_bytes"]
+    dry = series.json("forget", "--free", str(size), "-n")
+    assert (len(dry["forgotten"]), dry["kept"]) == (1, [])
+    assert "then frees" in series("forget", "--free", str(size), "-n").stdout
+    done = series.json("forget", "--free", str(size), "--run", "exp")
+    assert done == dry
+    assert series.json("gc")["deleted_bytes"] == done["frees_bytes"] >= size
+    series.fails("forget", "--free", "1T")
+    for wrong in (["1G", "--keep-last", "1"], ["lots"], ["1G", "exp@1"]):
+        series.fails("forget", "--free", *wrong, code=2)
 
 
 def test_the_help_of_forget_explains_every_policy():

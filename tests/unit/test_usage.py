@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kit.objects import keys_of
-from snapstore import InvalidInputError, NotFoundError, SaveOptions
+from snapstore import InvalidInputError, KeepLast, KeepSteps, NotFoundError, SaveOptions
 from snapstore.format.keys import pack_key
 from snapstore.format.manifests import manifest
 from snapstore.repository import Repository
@@ -130,3 +130,78 @@ def test_an_empty_repository_and_wrong_arguments():
         assert row.freed_bytes == row.stored_bytes == row.unshared_bytes > 0
         assert "r@0" in repository.du("snapshot")._repr_html_()
         assert repository.du("part").cells == []
+
+
+# --- forget --free
+
+
+def tried(repository, target):
+    """Return the result of forget_to_free; None if so much cannot be freed."""
+    before = repository.snapshots()
+    try:
+        return repository.forget_to_free(target)
+    except InvalidInputError:
+        assert repository.snapshots() == before
+        return None
+
+
+def freed_by_gc(repository):
+    before = sum(files(repository).values())
+    repository.gc()
+    return before - sum(files(repository).values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_forget_to_free_frees_what_it_says_and_no_snapshot_too_many(seed):
+    with made() as repository:
+        history(repository, seed)
+        repository.tag("b@1", "paper")
+        target = random.Random(seed).randrange(40_000, 90_000)
+        while (result := tried(repository, target)) is None:
+            target = target * 2 // 3
+        assert result.forgotten
+        assert result.frees_bytes >= target
+        for snapshot in result.forgotten:
+            repository.unforget(f"id:{snapshot.id}")
+            assert repository.du().unneeded_bytes < target, "this one need not go"
+            repository.forget_snapshots([f"id:{snapshot.id}"], force=True)
+        assert freed_by_gc(repository) == result.frees_bytes
+        left = {s.ref for s in repository.snapshots()}
+        newest = {max((s for s in repository.snapshots() if s.run == run), key=lambda s: s.seq).ref for run in "abc"}
+        assert {"b@1", *newest} <= left
+        assert repository.check(level="restore").ok
+
+
+def test_what_policies_keep_goes_last_and_the_last_policy_first():
+    with made() as repository:
+        for step in range(8):  # nothing is shared
+            repository.save({"w": floats(9000, step)}, run="r", step=step, full=True)
+        repository.save({"w": floats(9000, 99)}, run="r", step=1, full=True)  # 1 is superseded, and then the newest
+        repository.set_policies("r", [KeepSteps([2]), KeepLast(4)])
+        size = repository.du("snapshot").rows[0].freed_bytes
+        order = []
+        for count in range(1, 8):
+            result = repository.forget_to_free((count - 1) * size + size // 2, dry_run=True)
+            order += [s.step for s in result.forgotten if s.step not in order]
+        assert order[:4] == [0, 1, 3, 4]  # superseded or kept by no policy, the oldest first
+        assert order[4:] == [5, 6, 7]  # kept by the last policy
+        assert [s.step for s in repository.forget_to_free(7 * size + size // 2, dry_run=True).forgotten][-1] == 2
+        assert len(repository.snapshots()) == 9, "a dry run writes nothing"
+        with pytest.raises(InvalidInputError, match="at most"):
+            repository.forget_to_free(9 * size)
+        assert len(repository.snapshots()) == 9
+
+
+def test_what_gc_frees_anyway_counts():
+    with made() as repository:
+        history(repository, 1)
+        repository.forget_snapshots(["a@0", "a@1"], force=True)
+        waiting = repository.du().unneeded_bytes
+        assert waiting > 0
+        result = repository.forget_to_free(waiting)
+        assert (result.forgotten, result.frees_bytes) == ([], waiting)
+        for wrong in (0, -1, True, 1.5, "1G"):
+            with pytest.raises(InvalidInputError, match="free_bytes"):
+                repository.forget_to_free(wrong)
+        with pytest.raises(NotFoundError):
+            repository.forget_to_free(1, run="nowhere")

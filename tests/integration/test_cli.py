@@ -1217,6 +1217,31 @@ def test_doctor(series):
     assert "torch" in series("doctor").stdout
 
 
+@pytest.mark.parametrize(
+    ("free", "hours", "word", "ok"),
+    [
+        (10**15, 24, "days", True), (3 * 10**6, 24, "WARNING", None), (1000, 24, "less than two saves", False),
+        (10**9, 0.01, "do not tell", None),
+    ],
+)  # fmt: skip
+def test_doctor_tells_when_the_volume_is_full(sh, monkeypatch, free, hours, word, ok):
+    """Of twelve saves, two hours apart, the bytes of the forgotten ones do not count."""
+    now = time.time()
+    with Repository.open(sh.url) as repository:
+        for step in range(12):
+            monkeypatch.setattr("time.time", lambda step=step: now + step * hours * 300)
+            repository.save({"w": torch.randn(30_000)}, run="r", step=step, full=True)
+        stays = sum(s.stored_bytes for s in repository.snapshots()[-3:])
+        repository.forget(KeepLast(3), run="r")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**15, 0, free))
+    (found,) = [one for one in doctor.place(sh.url) if one.name == "filling"]
+    assert word in found.message
+    assert found.ok is ok
+    if word == "days":
+        days = float(found.message.partition("full in ")[2].partition(" ")[0])
+        assert days == pytest.approx(free / stays * 11 * hours * 300 / 86400, rel=1e-3)
+
+
 def test_doctor_leaves_no_folder_where_the_cache_cannot_be_used(series, tmp_path, monkeypatch):
     """The repository has a temporary index then."""
     temporary, cache = tmp_path / "temporary", tmp_path / "cache"

@@ -31,6 +31,9 @@ from .probes import PROBES, Unfit
 LIBRARIES = ("boto3", "numpy", "lmdb", "msgspec", "xxhash", "zstandard", "torch", "safetensors")
 #: Less free space than this is a finding that fails [bytes].
 LITTLE_SPACE_BYTES = 1024**3
+#: So many of the newest saves tell how fast a volume fills, if they took so long [s]; and how long before it is full a
+#: warning comes [s].
+LAST_SAVES, TELLING_S, SOON_S = 64, 3600.0, 14 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,10 @@ def place(url: str) -> list[Finding]:
         return _missing(Path(local_path(url) or "."))
     except SnapstoreError as error:
         return [Finding("place", False, str(error))]
-    about = _folder(store.root) if isinstance(store, LocalStore) else [_tested("index", _cache)]
+    if isinstance(store, LocalStore):
+        about = [*_folder(store.root), _tested("filling", partial(_filling, store))]
+    else:
+        about = [_tested("index", _cache)]
     return [_tested("repository", lambda: _repository(store)), *about, *_probe(store)]
 
 
@@ -143,6 +149,33 @@ def _repository(store: ObjectStore) -> Finding:
             return Finding("repository", True, f"{about}; index: {where}")
     except NotFoundError:
         return Finding("repository", None, f"{store.url}: no repository here; 'snapstore init' creates one")
+
+
+def _filling(store: LocalStore) -> Finding:
+    """Return a finding about when the volume will be full, if saves go on as the last ones did.
+
+    Of the last saves, the bytes of those count that were not forgotten since: policies keep the others from staying.
+    """
+    try:
+        with Repository.open(store) as repository:
+            last = sorted(repository.view().snapshots(states=None), key=lambda one: one.created)[-LAST_SAVES:]
+    except NotFoundError:
+        return Finding("filling", None, "no repository here yet")
+    free_bytes = shutil.disk_usage(store.root).free
+    largest = max((one.stored_bytes for one in last), default=0)
+    if 2 * largest > free_bytes:
+        text = f"{human_bytes(free_bytes)} free is less than two saves of {human_bytes(largest)}"
+        return Finding("filling", False, f"{text}; 'snapstore forget --free SIZE -n' proposes what to forget")
+    stays = sum(one.stored_bytes for one in last[1:] if one.state == records.COMMITTED)
+    took_s = last[-1].created - last[0].created if last else 0.0
+    if took_s < TELLING_S or not stays:
+        return Finding("filling", None, "the saves so far do not tell when it will be full")
+    left_s = free_bytes / stays * took_s
+    rate = f"the last {counted(len(last), 'save')} left {human_bytes(int(stays / took_s * 86400))} a day here"
+    text = f"{rate}: full in {left_s / 86400:.1f} days"
+    if left_s < SOON_S:
+        return Finding("filling", None, f"WARNING: {text}; set policies (keep=), or 'snapstore forget --free SIZE -n'")
+    return Finding("filling", True, text)
 
 
 def _folder(folder: Path) -> list[Finding]:

@@ -11,11 +11,10 @@ ranks (save/ranks/job.py). Only rank 0 lists the store, applies the policies and
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from .checks import check_choice, check_flags, check_name, check_step
 from .distributed.base import Ranks
 from .distributed.choose import check as check_ranks
 from .distributed.choose import choose
+from .distributed.notices import Notice
 from .distributed.preemption import Preemption, SignalHandler
 from .engine.spans import engine_in_use
 from .errors import CapabilityError, IntegrityError, InvalidInputError, SnapstoreError
@@ -445,11 +445,13 @@ class SnapshotManager(Steps):
         if self._mirror is not None:
             self._mirror.close(None if end is None else max(0.0, end - time.monotonic()))
         self._closed = True
-        if self._ending is not None:
-            self._ending.close()
-        if self._job is not None:
-            limit_s = None if end is None else max(GIVE_UP_S, end - time.monotonic())
-            self._job.close(error, ends_channel=self._made_ranks, limit_s=limit_s)
+        try:
+            if self._job is not None:
+                limit_s = None if end is None else max(GIVE_UP_S, end - time.monotonic())
+                self._job.close(error, ends_channel=self._made_ranks, limit_s=limit_s)
+        finally:  # until here, another signal does not end a process whose messages other ranks still read
+            if self._ending is not None:
+                self._ending.close()
         if not ended and not self._background.at_end(self._release):
             what = "running save" if self._running is not None else "gc behind the last save, which is committed,"
             raise TimeoutError(f"run {self.run!r}: the {what} has not ended {timeout:.6g} s after close")
@@ -464,25 +466,39 @@ class SnapshotManager(Steps):
 
     # -- preemption
 
-    def handle_preemption(self, *, end: bool = True, timeout: float = 25.0) -> None:
-        """Make SIGTERM cause one last save, at the same step on all ranks.
+    def handle_preemption(
+        self,
+        *,
+        end: bool = True,
+        timeout: float = 25.0,
+        signals: Collection[int] = (),
+        notice: Notice | None = None,
+    ) -> None:
+        """Make SIGTERM, other signals or a notice cause one last save, at the same step on all ranks.
 
-        Call it in the main thread. The handler only sets a flag; `close` restores the previous handler.
+        Call it in the main thread. The handler only sets a flag; `close` restores the previous handlers.
 
         Args:
             end: True: `should_save` is True at that step, and `save` there waits, closes this manager and ends the
-                process with status 143. False: the loop asks `reached_preemption`, saves and ends by itself.
-            timeout: the longest wait for that save [s]; schedulers kill a process some time after SIGTERM.
+                process. The status is 128 + the signal that came first (143 of SIGTERM), or 143 after a notice; of all
+                ranks the same. False: the loop asks `reached_preemption`, saves and ends by itself.
+            timeout: the longest wait for that save [s]; schedulers kill a process some time after the signal.
+            signals: what tells the job beside SIGTERM: SIGUSR1, SIGUSR2, SIGHUP or SIGXCPU. Do not name a signal that
+                the program uses: until `close`, its handler is not called.
+            notice: what else tells it. A path: a file is there. An http(s) URL, or a `urllib.request.Request` with
+                headers: the status is 200, and the body is neither empty nor FALSE nor NONE. A function: it returns
+                True. A thread looks every 2 s; what cannot be read within 2 s is no notice, and is logged once.
 
         Raises:
-            InvalidInputError: this is not the main thread.
+            InvalidInputError: this is not the main thread; or `signals` or `notice` is wrong.
         """
         self._check_open()
         if self._preemption is None:
             self._preemption = self._job.preemption() if self._job is not None else Preemption(None, "")
-        if self._ending is not None:
-            self._ending.close()  # else the new one would take the old one's handler for the program's
-        self._ending = SignalHandler(self._preemption, end=end, timeout=timeout)
+        before = self._ending
+        self._ending = SignalHandler(self._preemption, end=end, timeout=timeout, signals=signals, notice=notice)
+        if before is not None:
+            before.close()
 
     def reached_preemption(self, step: int) -> bool:
         """Return whether the job is told to end, and this is the step to save at, or later; all ranks get the same.
@@ -515,9 +531,10 @@ class SnapshotManager(Steps):
     def _end(self) -> None:
         """Wait for the last save, and end the process."""
         assert self._ending is not None
-        log.warning("run=%s the last save: this process was told to end", self.run)
+        told = self._ending.preemption
+        log.warning("run=%s the last save: this process was told to end by %s", self.run, told.teller)
         self.close(self._ending.left_s())
-        raise SystemExit(128 + signal.SIGTERM)
+        raise SystemExit(told.status)
 
     def __enter__(self) -> SnapshotManager:
         return self

@@ -12,4 +12,5 @@ local.py         LocalRank: the ranks of one process, as threads
 messages.py      the messages, as structs
 questions.py     rank 0 answers for all ranks, so that all use the same answer
 preemption.py    a job that is told to end saves once more, all ranks at the same step
+notices.py       a file, a URL or a function tells the job to end
 """

@@ -1,9 +1,9 @@
 """Preemption: a job that is told to end saves once more, all ranks at the same step.
 
-In: a signal, on any rank. Out: the first step that no rank has begun, agreed on by all ranks. Their main threads may be
-in a collective of the training, each waiting for the others; so threads in the background agree, and `reached` only
-compares numbers. While they agree, `reached` waits: for about AGREE_S, or LATE_S where rank 0 is late. A rank whose
-channel is broken, or does not answer, ends by itself.
+In: a signal or a notice, on any ranks. Out: the first step that no rank has begun, and the signal that came first, both
+agreed on by all ranks. Their main threads may be in a collective of the training, each waiting for the others; so
+threads in the background agree, and `reached` only compares numbers. While they agree, `reached` waits: for about
+AGREE_S, or LATE_S where rank 0 is late. A rank whose channel is broken, or does not answer, ends by itself.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from ..errors import InvalidInputError, RanksError
-from ..text import log
+from ..text import log, quoted
 from ..threads import LockSlot
 from .base import ChannelError, Ranks, named, period_s, wait_for
+from .notices import Notice, NoticePoller
 
 #: Rank 0 waits so long for the steps of the other ranks; then it decides from the steps it knows [s].
 AGREE_S = 10.0
@@ -27,6 +29,10 @@ AGREE_S = 10.0
 LATE_S = 20.0
 #: `reached` waits so much longer for the thread that agrees, which may hang in a call of the channel [s].
 GRACE_S = 1.0
+#: The signals that may tell a job to end: they end a process that does not expect them. Ctrl-C must work at any time.
+MAY_TELL = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
+#: In place of a signal: the job was told by a notice.
+NOTICE = 0
 
 
 class Preemption:
@@ -35,11 +41,14 @@ class Preemption:
     Args:
         ranks: None: one process, which agrees with itself.
         prefix: of all its keys.
+
+    Attributes:
+        number: what told the job first: a signal, or NOTICE. The ranks agree on it with the step.
     """
 
     def __init__(self, ranks: Ranks | None, prefix: str) -> None:
         self._ranks, self._prefix = ranks, prefix
-        self.noticed = False
+        self.noticed, self.number = False, int(signal.SIGTERM)
         self._last_step = -1
         self._agreed: int | None = None
         self._asked_at: float | None = None  # when the loop first asked after the signal [s, time.monotonic]
@@ -50,8 +59,20 @@ class Preemption:
         """Return whether the job is to end: this process was told, or the ranks have agreed."""
         return self.noticed or self._agreed is not None
 
-    def notice(self, *_: object) -> None:
-        """Note that the job must end. A signal handler may call this: it only sets a flag."""
+    @property
+    def status(self) -> int:
+        """Return the exit status of the process: 128 + the signal; after a notice that of SIGTERM."""
+        return 128 + (self.number or signal.SIGTERM)
+
+    @property
+    def teller(self) -> str:
+        """Return what told the job, in words."""
+        return signal.Signals(self.number).name if self.number else "a notice"
+
+    def notice(self, number: int = signal.SIGTERM) -> None:
+        """Note that the job must end. A signal handler may call this: it only sets flags."""
+        if not self.noticed:
+            self.number = number
         self.noticed = True
 
     def reached(self, step: int) -> bool:
@@ -98,17 +119,25 @@ class Preemption:
             if self._agreed is not None:
                 return  # `reached` has waited long enough
             self._agreed = agreed
-        log.warning("the job is to end: rank %d of %d saves at step %d", ranks.rank, ranks.count, self._agreed)
+        log.warning(
+            "the job is to end, told by %s: rank %d of %d saves at step %d",
+            self.teller,
+            ranks.rank,
+            ranks.count,
+            self._agreed,
+        )
 
     def _agree(self, ranks: Ranks, told: str) -> int:
         """Return the step after the last one that any rank has begun; if rank 0 tells none, that this one has."""
         deadline = time.monotonic() + LATE_S
         try:
-            ranks.post(told, b"1")
+            ranks.post(told, str(self.number).encode())  # the first one counts
             ranks.post(f"{told}/last/{ranks.rank}", str(self._last_step).encode())
             if ranks.rank == 0:
                 ranks.post(f"{told}/step", str(self._decide(ranks, told)).encode())
-            return int(wait_for(lambda: ranks.look(f"{told}/step"), _until(ranks, deadline)))
+            step = int(wait_for(lambda: ranks.look(f"{told}/step"), _until(ranks, deadline)))
+            self.number = int(ranks.look(told) or self.number)
+            return step
         except RanksError as error:
             log.warning("rank %d ends by itself: %s", ranks.rank, error)
             return self._last_step + 1
@@ -125,7 +154,7 @@ class Preemption:
             found += [ranks.look(key) for key in keys]
             late = [rank for rank, last in enumerate(found) if last is None]
             if late:
-                log.warning("%s of %d: no step within %.6g s of SIGTERM", named(late), ranks.count, AGREE_S)
+                log.warning("%s of %d: no step within %.6g s of the signal", named(late), ranks.count, AGREE_S)
         return max([self._last_step, *(int(last) for last in found if last is not None)]) + 1
 
 
@@ -148,63 +177,92 @@ def _until(ranks: Ranks, deadline: float) -> Callable[[], None]:
     return watch
 
 
-class _Signal:
-    """SIGTERM of this process: one handler for all managers that handle preemption, and the handler before it."""
+class _Signals:
+    """The signals of this process: one handler for all managers that handle preemption, and the handlers before it."""
 
     def __init__(self) -> None:
-        self._told: list[Preemption] = []
-        self._before: Any = signal.SIG_DFL
+        self._told: list[SignalHandler] = []
+        self._before: dict[int, Any] = {}
         self._pid = -1
 
-    def add(self, preemption: Preemption) -> None:
-        """Tell a Preemption from now on; raises ValueError outside the main thread."""
-        before = signal.signal(signal.SIGTERM, self._handle)
-        if before != self._handle:  # bound methods are equal, not identical
-            self._before = before if before is not None else signal.SIG_DFL
+    def add(self, one: SignalHandler) -> None:
+        """Tell it from now on; raises ValueError outside the main thread."""
         if self._pid != os.getpid():
             self._told, self._pid = [], os.getpid()
-        self._told.append(preemption)
+        self._told.append(one)
+        try:
+            for number in one.signals:
+                before = signal.signal(number, self._handle)
+                if before != self._handle:  # bound methods are equal, not identical
+                    self._before[number] = before if before is not None else signal.SIG_DFL
+        except ValueError:
+            self._told.remove(one)
+            raise
 
-    def remove(self, preemption: Preemption) -> None:
-        """Tell it no more. After the last one, restore the handler before, unless the program has set another one."""
-        if preemption in self._told:
-            self._told.remove(preemption)
+    def remove(self, one: SignalHandler) -> None:
+        """Tell it no more. After the last one, restore the handlers before, unless the program has set others."""
+        if one in self._told:
+            self._told.remove(one)
         is_main = threading.current_thread() is threading.main_thread()
-        if not self._told and is_main and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, self._before)
+        for number in one.signals:
+            is_last = not any(number in other.signals for other in self._told)
+            if is_last and is_main and signal.getsignal(number) == self._handle:
+                signal.signal(number, self._before[number])
 
     def _handle(self, number: int, frame: Any) -> None:
         """Tell all; if there is nobody to tell, or this is a child process, do what happened before."""
-        if self._told and self._pid == os.getpid():
-            for preemption in tuple(self._told):
-                preemption.notice()
-        elif callable(self._before):
-            self._before(number, frame)
-        elif self._before == signal.SIG_DFL:
+        told = [one for one in tuple(self._told) if number in one.signals]
+        before = self._before.get(number, signal.SIG_DFL)
+        if told and self._pid == os.getpid():
+            for one in told:
+                one.preemption.notice(number)
+        elif callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
-_signal = _Signal()
+_signals = _Signals()
 
 
 class SignalHandler:
-    """Makes SIGTERM tell a manager's Preemption, until it is closed; made in the main thread.
+    """Lets signals and a notice tell a manager's Preemption, until it is closed; made in the main thread.
+
+    Args:
+        signals: these tell it, and SIGTERM.
+        notice: this tells it too; None: only signals.
 
     Attributes:
         ends: whether the save of the last step ends the process.
 
     Raises:
-        InvalidInputError: this is not the main thread.
+        InvalidInputError: this is not the main thread; or `signals` or `notice` is wrong.
+        CapabilityError: no thread can be started for the notice.
     """
 
-    def __init__(self, preemption: Preemption, *, end: bool, timeout: float) -> None:
+    def __init__(
+        self,
+        preemption: Preemption,
+        *,
+        end: bool,
+        timeout: float,
+        signals: Collection[int] = (),
+        notice: Notice | None = None,
+    ) -> None:
         self.ends, self._timeout, self._end_s = end, timeout, math.inf
-        self._preemption = preemption
+        self.preemption, self.signals = preemption, _checked(signals)
+        self._poller: NoticePoller | None = None
         try:
-            _signal.add(preemption)
+            _signals.add(self)
         except ValueError as error:
             raise InvalidInputError("handle_preemption sets a signal handler: call it in the main thread") from error
+        try:
+            if notice is not None:
+                self._poller = NoticePoller(notice, partial(preemption.notice, NOTICE))
+        except BaseException:
+            self.close()
+            raise
 
     def left_s(self) -> float:
         """Return the time that is left to end the process; it begins with the first call [s]."""
@@ -212,5 +270,17 @@ class SignalHandler:
         return max(0.0, self._end_s - time.monotonic())
 
     def close(self) -> None:
-        """Tell the Preemption no more; the last one restores the previous handler, if this is the main thread."""
-        _signal.remove(self._preemption)
+        """Tell the Preemption no more; the last one restores the previous handlers, if this is the main thread."""
+        if self._poller is not None:
+            self._poller.close()
+        _signals.remove(self)
+
+
+def _checked(signals: Any) -> tuple[int, ...]:
+    """Return the numbers of some signals and of SIGTERM, once each."""
+    try:
+        found = [MAY_TELL[MAY_TELL.index(one)] for one in signals]
+    except (TypeError, ValueError) as error:
+        names = ", ".join(f"signal.{one.name}" for one in MAY_TELL)
+        raise InvalidInputError(f"signals {quoted(signals)}: expected a list with some of {names}") from error
+    return tuple(dict.fromkeys([int(signal.SIGTERM), *map(int, found)]))

@@ -53,7 +53,7 @@ def test_all_ranks_stop_at_one_step(seed, monkeypatch):
                 while step > min(reached) + 3:  # as if the ranks communicated every few steps
                     time.sleep(0.0005)
                 if rank == told and step == at:
-                    end.notice(signal.SIGTERM, None)
+                    end.notice(signal.SIGTERM)
                 if end.reached(step):
                     return step
                 reached[rank] = step
@@ -209,6 +209,84 @@ def test_one_process_saves_once_more_and_ends():
     assert signal.getsignal(signal.SIGTERM) is before
     with opened(store) as repository:
         assert [s.step for s in repository.snapshots()] == [0, 7]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU])
+def test_other_signals_tell_the_job_if_they_are_named(number):
+    """The status says which came first; a second one changes nothing, and all handlers come back."""
+    store, names = created(), [signal.SIGTERM, number]
+    before = [signal.getsignal(one) for one in names]
+    manager = SnapshotManager(store, run="a", save_interval_steps=100, options=OPTIONS)
+    manager.handle_preemption(signals=[number])
+    assert not manager.should_save(7)
+    for one in reversed(names):
+        os.kill(os.getpid(), one)
+    with pytest.raises(SystemExit) as ended:
+        manager.save(7, {"w": torch.ones(5000)})
+    assert ended.value.code == 128 + number
+    assert [signal.getsignal(one) for one in names] == before
+    with opened(store) as repository:
+        assert [s.step for s in repository.snapshots()] == [7]
+
+
+def test_a_signal_that_is_not_named_does_what_it_did_before():
+    """Programs use SIGUSR1 themselves; nobody takes it from them."""
+    heard, before = [], signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    try:
+        with SnapshotManager(created(), run="a", options=OPTIONS) as manager:
+            manager.handle_preemption(end=False)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert not manager.reached_preemption(1)
+            manager.handle_preemption(end=False, signals=[signal.SIGUSR1])
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert manager.reached_preemption(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [1, 1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_each_manager_hears_the_signals_that_it_names():
+    before = signal.getsignal(signal.SIGUSR1)
+    with SnapshotManager(created(), run="a", options=OPTIONS) as one:
+        one.handle_preemption(end=False)
+        with SnapshotManager(created(), run="a", options=OPTIONS) as two:
+            two.handle_preemption(end=False, signals=[signal.SIGUSR1])
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert (one.reached_preemption(1), two.reached_preemption(1)) == (False, True)
+        assert signal.getsignal(signal.SIGUSR1) is before
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert one.reached_preemption(1)
+
+
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGINT], [signal.SIGKILL], [signal.SIGSEGV], [0], [10**9], "TERM", 10, [None], ["SIGUSR1"]]
+)
+def test_signals_that_cannot_tell_a_job_are_refused(signals):
+    """Ctrl-C must always work, and Python cannot handle the other ones. What was set before goes on."""
+    before = signal.getsignal(signal.SIGTERM)
+    with SnapshotManager(created(), run="a", options=OPTIONS) as manager:
+        manager.handle_preemption(end=False)
+        with pytest.raises(InvalidInputError, match=r"expected a list with some of signal.SIGTERM, signal.SIGUSR1"):
+            manager.handle_preemption(signals=signals)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.reached_preemption(1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ranks_that_are_told_in_different_ways_at_once_agree_on_one_of_them(monkeypatch):
+    """All processes of a job end with one status."""
+    monkeypatch.setattr(preemption, "AGREE_S", 5.0)
+    ranks, kinds = LocalRanks(4), [signal.SIGUSR1, preemption.NOTICE, signal.SIGTERM]
+    ends = [Preemption(one, "p/") for one in ranks]
+    for number, end in enumerate(ends):
+        assert not end.reached(number)
+        if number < 3:
+            end.notice(kinds[number])
+    assert together([end.poll for end in ends]) == [None] * 4
+    assert [[end.reached(step) for step in (3, 4)] for end in ends] == [[False, True]] * 4
+    assert len({(end.status, end.teller) for end in ends}) == 1
+    assert ends[3].number in kinds
 
 
 def test_a_loop_may_end_by_itself():

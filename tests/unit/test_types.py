@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -19,6 +20,8 @@ import snapstore
 from kit.processes import ROOT, run_python
 
 RIGHT = """
+import signal
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, assert_type
@@ -197,6 +200,9 @@ def several_ranks(path: Path, loader: dict[str, int]) -> None:
     assert_type(channel.look("key"), bytes | None)
     with SnapshotManager(path, run="a", ranks=channel) as snapshots:
         snapshots.handle_preemption(end=False, timeout=20.0)
+        snapshots.handle_preemption(signals=[signal.SIGUSR1], notice=path / "stop")
+        snapshots.handle_preemption(signals={10}, notice=urllib.request.Request("http://host/", headers={"a": "b"}))
+        snapshots.handle_preemption(notice=path.exists)
         assert_type(snapshots.reached_preemption(3), bool)
         own = PerRank(loader)
         assert_type(own.value, Any)
@@ -477,7 +483,7 @@ def named_in(annotation: Any) -> Iterator[str]:
 def test_every_type_in_a_public_signature_is_public():
     """The types of parameters, of results and of their fields are public: users import them for annotations."""
     public = {name: getattr(snapstore, name) for name in snapstore.__all__}
-    known = public | {"DataLoader": torch.utils.data.DataLoader}
+    known = public | {"DataLoader": torch.utils.data.DataLoader, "urllib": urllib}
     annotated = [*public_classes(), *(function for cls in public_classes() for _, function in functions_of(cls))]
     named = {
         name

@@ -43,12 +43,13 @@ class Preemption:
         prefix: of all its keys.
 
     Attributes:
-        number: what told the job first: a signal, or NOTICE. The ranks agree on it with the step.
+        number: what told this process first: a signal, or NOTICE.
     """
 
     def __init__(self, ranks: Ranks | None, prefix: str) -> None:
         self._ranks, self._prefix = ranks, prefix
         self.noticed, self.number = False, int(signal.SIGTERM)
+        self._agreed_number: int | None = None  # what told the job first; the ranks agree on it with the step
         self._last_step = -1
         self._agreed: int | None = None
         self._asked_at: float | None = None  # when the loop first asked after the signal [s, time.monotonic]
@@ -62,12 +63,16 @@ class Preemption:
     @property
     def status(self) -> int:
         """Return the exit status of the process: 128 + the signal; after a notice that of SIGTERM."""
-        return 128 + (self.number or signal.SIGTERM)
+        return 128 + (self._first or signal.SIGTERM)
 
     @property
     def teller(self) -> str:
         """Return what told the job, in words."""
-        return signal.Signals(self.number).name if self.number else "a notice"
+        return signal.Signals(self._first).name if self._first else "a notice"
+
+    @property
+    def _first(self) -> int:
+        return self.number if self._agreed_number is None else self._agreed_number
 
     def notice(self, number: int = signal.SIGTERM) -> None:
         """Note that the job must end. A signal handler may call this: it only sets flags."""
@@ -136,7 +141,7 @@ class Preemption:
             if ranks.rank == 0:
                 ranks.post(f"{told}/step", str(self._decide(ranks, told)).encode())
             step = int(wait_for(lambda: ranks.look(f"{told}/step"), _until(ranks, deadline)))
-            self.number = int(ranks.look(told) or self.number)
+            self._agreed_number = int(ranks.look(told) or self.number)
             return step
         except RanksError as error:
             log.warning("rank %d ends by itself: %s", ranks.rank, error)

@@ -284,6 +284,42 @@ def test_a_job_that_is_told_to_end_saves_before_the_validation(adapter, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_lightning_requeues_on_slurm_unless_the_job_has_its_signal(adapter, tmp_path, monkeypatch, is_ours):
+    """Lightning writes a file and calls scontrol at SIGUSR1. If it is named to `handle_preemption`, we alone act."""
+    import lightning.pytorch
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+
+    class End(lightning.pytorch.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == 11:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"JOB_ID": "77", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning may have left ours after an earlier test
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
+    with SnapshotManager(tmp_path / "r", run="r", save_interval_steps=6) as manager:
+        manager.handle_preemption(signals=[signal.SIGUSR1] if is_ours else ())
+        status = None
+        try:
+            fit(4, End(), adapter.SnapshotCallback(manager), plugins=[SLURMEnvironment()], default_root_dir=tmp_path)
+        except SystemExit as end:
+            status = end.code
+    assert status == (138 if is_ours else None)
+    assert (tmp_path / "called").exists() == (tmp_path / "hpc_ckpt_1.ckpt").exists() == (not is_ours)
+    assert is_ours or (tmp_path / "called").read_text() == "requeue 77\n"
+    after = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
+    assert is_ours or after == before  # else Lightning has restored our handlers after `close`
+    with Repository.open(tmp_path / "r") as repository:
+        assert [one.step for one in repository.snapshots("r")] == ([6, 12] if is_ours else [6, 12, 18, 24])
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about the number of workers
 def test_only_one_of_two_callbacks_resumes(adapter, tmp_path):
     """With two, the training would go on from the snapshot of the last callback, which may be an older one."""
     expected = fit(3)

@@ -499,13 +499,13 @@ def test_a_job_that_is_told_to_end_saves_once_more(hf, tmp_path, ends):
     class Tell(hf.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGUSR1 if ends else signal.SIGTERM)
 
     with open_manager(tmp_path) as manager:
-        manager.handle_preemption(end=ends)
+        manager.handle_preemption(end=ends, signals=[signal.SIGUSR1])
         made = hf.trainer(tmp_path / "out", Tell(), hf.SnapshotCallback(manager), save_strategy="epoch")
         if ends:
-            with pytest.raises(SystemExit):
+            with pytest.raises(SystemExit, match=str(128 + signal.SIGUSR1)):
                 made.train()
         else:
             made.train()

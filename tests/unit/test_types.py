@@ -371,7 +371,7 @@ def code_of_pages() -> Iterator[str]:
             bound = {name for name, context in names if context is ast.Store} | {*dir(builtins)}
             imported = (a for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names)
             bound |= {a.asname or a.name.partition(".")[0] for a in imported}
-            bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+            bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler)}
             bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
             taken = sorted({name for name, context in names if context is ast.Load} - bound)
             theirs = OF_TRAINERS if page.stem in TRAINERS else THEIRS

@@ -43,6 +43,14 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
     "lies": (["tests/stateful/test_lies.py"], 1),
     "rank faults": (["tests/stateful/test_ranks_faults.py"], 100),  # pairs of attempts at once
     "rank processes": (["tests/integration/test_rank_processes.py"], 12),  # pairs of attempts, one of which dies
+    "told to end": (
+        [
+            "tests/integration/test_told_to_end.py",
+            "tests/integration/test_requeue.py",
+            "tests/stateful/test_ranks_told.py",
+        ],
+        1,
+    ),
     "models": (["tests/stateful/test_models.py"], 1),
     "machine": (["tests/stateful/test_machine.py"], 1),
     "mirror machine": (["tests/stateful/test_mirror_machine.py"], 1),

@@ -136,12 +136,13 @@ class Preemption:
         """Return the step after the last one that any rank has begun; if rank 0 tells none, that this one has."""
         deadline = time.monotonic() + LATE_S
         try:
-            ranks.post(told, str(self.number).encode())  # the first one counts
+            ranks.post(told, str(self.number).encode())
             ranks.post(f"{told}/last/{ranks.rank}", str(self._last_step).encode())
             if ranks.rank == 0:
-                ranks.post(f"{told}/step", str(self._decide(ranks, told)).encode())
-            step = int(wait_for(lambda: ranks.look(f"{told}/step"), _until(ranks, deadline)))
-            self._agreed_number = int(ranks.look(told) or self.number)
+                number = int(ranks.look(told) or self.number)  # of the first rank that has posted it
+                ranks.post(f"{told}/step", f"{self._decide(ranks, told)} {number}".encode())
+            found = wait_for(lambda: ranks.look(f"{told}/step"), _until(ranks, deadline))
+            step, self._agreed_number = map(int, found.split())
             return step
         except RanksError as error:
             log.warning("rank %d ends by itself: %s", ranks.rank, error)
@@ -215,7 +216,11 @@ class _Signals:
                 signal.signal(number, self._before[number])
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Tell all; if there is nobody to tell, or this is a child process, do what happened before."""
+        """Tell all; if there is nobody to tell, or this is a child process, do what happened before.
+
+        Schedulers signal all processes of a job. A signal that was named would end the forked workers of a DataLoader,
+        and so the loop, before its last save: they ignore it. SIGTERM ends them, since their parent uses it.
+        """
         told = [one for one in tuple(self._told) if number in one.signals]
         before = self._before.get(number, signal.SIG_DFL)
         if told and self._pid == os.getpid():
@@ -223,7 +228,7 @@ class _Signals:
                 one.preemption.notice(number)
         elif callable(before):
             before(number, frame)
-        elif before == signal.SIG_DFL:
+        elif before == signal.SIG_DFL and (not told or number == signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -189,6 +189,51 @@ def test_a_job_of_slurm_ends_with_the_bits_of_a_job_that_was_never_told(tmp_path
     tally("requeues of a job", told)
 
 
+LOADER = """
+import os, signal, sys, torch
+from snapstore import RngState, SnapshotManager, resumable
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(4000, 4))
+loader = resumable(torch.utils.data.DataLoader(data, 10, shuffle=True, num_workers=2))
+total = torch.zeros(4)
+state = {"total": total, "loader": loader, "rng": RngState()}
+with SnapshotManager(sys.argv[1], run="a", save_interval_steps=1000) as snapshots:
+    snapshots.handle_preemption(signals=[signal.SIGUSR1])
+    step = snapshots.restore_into(state).step if snapshots.latest_step() is not None else 0
+    start = step
+    for (batch,) in loader:
+        step += 1
+        total += batch.sum(0) * step
+        if step - start == 30:
+            print("trains", flush=True)
+            signal.sigtimedwait([], 1) if len(sys.argv) > 2 else None
+        snapshots.save(step, state, force=step == 400)
+print(total.tolist())
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_of_a_job_with_a_data_loader(tmp_path):
+    """Slurm signals the workers too. They go on, so the loop gets its batches, and saves."""
+    (tmp_path / "train.py").write_text(LOADER)
+    ends = []
+    for folder, times in (("whole", 0), ("parts", 2)):
+        for told in range(times + 1):
+            command = [sys.executable, "-W", "ignore", str(tmp_path / "train.py"), str(tmp_path / folder)]
+            command += ["wait"] if told < times else []
+            with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as job:
+                if told < times:
+                    assert job.stdout.readline() == "trains\n"
+                    workers = children(job.pid)
+                    assert len(workers) >= 2
+                    send([*workers, job.pid], signal.SIGUSR1)
+                said = job.communicate(timeout=HANG_S)[0]
+            assert job.returncode == (138 if told < times else 0), said
+        ends.append(said.splitlines()[-1])
+    assert ends[0] == ends[1]
+
+
 class Cloud:
     """A metadata server of a cloud, as far as its documentation says; `event` is what it announces."""
 

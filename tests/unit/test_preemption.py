@@ -278,6 +278,8 @@ def test_ranks_that_are_told_in_different_ways_at_once_agree_on_one_of_them(monk
     """All processes of a job end with one status."""
     monkeypatch.setattr(preemption, "AGREE_S", 5.0)
     ranks, kinds = LocalRanks(4), [signal.SIGUSR1, preemption.NOTICE, signal.SIGTERM]
+    look = ranks[2].look
+    ranks[2].look = lambda key: None if key == "p/preempt" else look(key)  # what another one posted first is late
     ends = [Preemption(one, "p/") for one in ranks]
     for number, end in enumerate(ends):
         assert not end.reached(number)
@@ -353,6 +355,35 @@ def test_a_child_process_that_is_forked_while_a_manager_handles_preemption_ends_
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert not manager.reached_preemption(1)
+
+
+def test_a_forked_child_ignores_the_other_signals_while_its_parent_handles_them():
+    """Slurm signals all processes: a worker of a DataLoader that ends would end the loop before its last save."""
+    with SnapshotManager(created(), run="a", options=OPTIONS) as manager:
+        manager.handle_preemption(end=False, signals=[signal.SIGUSR1])
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.01)
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert not manager.reached_preemption(1)
+
+
+def test_more_signals_in_the_last_save_change_nothing():
+    """The save goes on, and the status is that of the first one."""
+    inner, gate = created(), threading.Event()
+    manager = SnapshotManager(Held(inner, gate), run="a", options=OPTIONS)
+    manager.handle_preemption(signals=[signal.SIGUSR1])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    for number, after_s in ((signal.SIGTERM, 0.2), (signal.SIGUSR1, 0.3)):
+        threading.Timer(after_s, os.kill, [os.getpid(), number]).start()
+    threading.Timer(0.5, gate.set).start()
+    with pytest.raises(SystemExit) as ended:
+        manager.save(3, {"w": torch.ones(5000)})
+    assert ended.value.code == 128 + signal.SIGUSR1
+    with opened(inner) as repository:
+        assert [s.step for s in repository.snapshots()] == [3]
 
 
 def test_the_last_save_waits_for_the_running_one():

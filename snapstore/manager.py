@@ -476,7 +476,8 @@ class SnapshotManager(Steps):
     ) -> None:
         """Make SIGTERM, other signals or a notice cause one last save, at the same step on all ranks.
 
-        Call it in the main thread. The handler only sets a flag; `close` restores the previous handlers.
+        Call it in the main thread. The handler only sets a flag; `close` restores the previous handlers. The last save
+        does not: more signals neither end the process before Python has ended, nor change its status.
 
         Args:
             end: True: `should_save` is True at that step, and `save` there waits, closes this manager and ends the
@@ -533,7 +534,8 @@ class SnapshotManager(Steps):
         assert self._ending is not None
         told = self._ending.preemption
         log.warning("run=%s the last save: this process was told to end by %s", self.run, told.teller)
-        self.close(self._ending.left_s())
+        with self._ending.staying():
+            self.close(self._ending.left_s())
         raise SystemExit(told.status)
 
     def __enter__(self) -> SnapshotManager:

@@ -8,12 +8,14 @@ AGREE_S, or LATE_S where rank 0 is late. A rank whose channel is broken, or does
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -195,6 +197,7 @@ class _Signals:
         """Tell it from now on; raises ValueError outside the main thread."""
         if self._pid != os.getpid():
             self._told, self._pid = [], os.getpid()
+        self._told = [other for other in self._told if not other.stays]  # their process did not end after all
         self._told.append(one)
         try:
             for number in one.signals:
@@ -207,6 +210,9 @@ class _Signals:
 
     def remove(self, one: SignalHandler) -> None:
         """Tell it no more. After the last one, restore the handlers before, unless the program has set others."""
+        if one.stays:
+            atexit.register(self._ignore, one.signals)
+            return
         if one in self._told:
             self._told.remove(one)
         is_main = threading.current_thread() is threading.main_thread()
@@ -214,6 +220,12 @@ class _Signals:
             is_last = not any(number in other.signals for other in self._told)
             if is_last and is_main and signal.getsignal(number) == self._handle:
                 signal.signal(number, self._before[number])
+
+    def _ignore(self, numbers: Collection[int]) -> None:
+        """Ignore signals from now on: Python restores the default for handlers of its own while it still ends."""
+        for number in numbers:
+            if self._pid == os.getpid() and signal.getsignal(number) == self._handle:
+                signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: Any) -> None:
         """Tell all; if there is nobody to tell, or this is a child process, do what happened before.
@@ -245,6 +257,7 @@ class SignalHandler:
 
     Attributes:
         ends: whether the save of the last step ends the process.
+        stays: whether `close` leaves the handlers.
 
     Raises:
         InvalidInputError: this is not the main thread; or `signals` or `notice` is wrong.
@@ -261,7 +274,7 @@ class SignalHandler:
         notice: Notice | None = None,
     ) -> None:
         self.ends, self._timeout, self._end_s = end, timeout, math.inf
-        self.preemption, self.signals = preemption, _checked(signals)
+        self.preemption, self.signals, self.stays = preemption, _checked(signals), False
         self._poller: NoticePoller | None = None
         try:
             _signals.add(self)
@@ -278,6 +291,20 @@ class SignalHandler:
         """Return the time that is left to end the process; it begins with the first call [s]."""
         self._end_s = min(self._end_s, time.monotonic() + self._timeout)
         return max(0.0, self._end_s - time.monotonic())
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Let `close` leave the handlers: the process ends, and more signals must not change its status.
+
+        An error inside restores the previous ones.
+        """
+        self.stays = True
+        try:
+            yield
+        except BaseException:
+            self.stays = False
+            self.close()
+            raise
 
     def close(self) -> None:
         """Tell the Preemption no more; the last one restores the previous handlers, if this is the main thread."""

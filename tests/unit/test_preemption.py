@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,12 +15,24 @@ import torch
 
 from kit.faults import FaultStore
 from kit.local_ranks import LocalRanks
+from kit.processes import environment
 from kit.ranks import together
 from kit.repositories import OPTIONS, created, opened
 from kit.waits import until
-from snapstore import InvalidInputError, KeepLast, SnapshotManager, SnapstoreError
+from snapstore import InvalidInputError, KeepLast, SnapshotManager, SnapstoreError, StorageError
 from snapstore.distributed import base, preemption
 from snapstore.distributed.preemption import Preemption
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    """A last save leaves its handlers; each test begins and ends with those of pytest."""
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU]
+    before = [signal.getsignal(one) for one in numbers]
+    yield
+    preemption._signals._told.clear()
+    for one, handler in zip(numbers, before, strict=True):
+        signal.signal(one, handler)
 
 
 class Held(FaultStore):
@@ -206,16 +219,19 @@ def test_one_process_saves_once_more_and_ends():
     with pytest.raises(SystemExit) as ended:
         train()
     assert ended.value.code == 128 + signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
+    os.kill(os.getpid(), signal.SIGTERM)  # the process ends, and a second signal does not change its status
     with opened(store) as repository:
         assert [s.step for s in repository.snapshots()] == [0, 7]
+    with SnapshotManager(store, run="a", options=OPTIONS) as manager:  # a program that goes on all the same
+        manager.handle_preemption()
+        assert not manager.reached_preemption(8)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU])
 def test_other_signals_tell_the_job_if_they_are_named(number):
-    """The status says which came first; a second one changes nothing, and all handlers come back."""
+    """The status says which came first; a second one changes nothing."""
     store, names = created(), [signal.SIGTERM, number]
-    before = [signal.getsignal(one) for one in names]
     manager = SnapshotManager(store, run="a", save_interval_steps=100, options=OPTIONS)
     manager.handle_preemption(signals=[number])
     assert not manager.should_save(7)
@@ -224,7 +240,6 @@ def test_other_signals_tell_the_job_if_they_are_named(number):
     with pytest.raises(SystemExit) as ended:
         manager.save(7, {"w": torch.ones(5000)})
     assert ended.value.code == 128 + number
-    assert [signal.getsignal(one) for one in names] == before
     with opened(store) as repository:
         assert [s.step for s in repository.snapshots()] == [7]
 
@@ -368,6 +383,43 @@ def test_a_forked_child_ignores_the_other_signals_while_its_parent_handles_them(
             os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         assert not manager.reached_preemption(1)
+
+
+@pytest.mark.parametrize("when", ["finally", "exit"])
+def test_a_signal_that_comes_while_the_process_ends_does_not_change_its_status(when):
+    program = f"""
+import atexit, os, signal, torch
+from kit.repositories import created
+from snapstore import SnapshotManager
+tell = lambda: [os.kill(os.getpid(), one) for one in (signal.SIGTERM, signal.SIGUSR1)]
+if {when!r} == "exit":
+    atexit.register(tell)
+manager = SnapshotManager(created(), run="a")
+manager.handle_preemption(signals=[signal.SIGUSR1])
+os.kill(os.getpid(), signal.SIGUSR1)
+try:
+    manager.save(1, {{"w": torch.ones(3)}})
+finally:
+    tell()
+"""
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), timeout=300, check=False)
+    assert done.returncode == 128 + signal.SIGUSR1
+
+
+def test_a_last_save_that_fails_restores_the_handlers():
+    class Away(FaultStore):
+        def _act(self, name, key, effect):
+            if name == "put" and key.startswith("packs/"):
+                raise StorageError("the store is away")
+            return super()._act(name, key, effect)
+
+    before = signal.getsignal(signal.SIGTERM)
+    manager = SnapshotManager(Away(created()), run="a", options=OPTIONS)
+    manager.handle_preemption()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(StorageError, match="the store is away"):
+        manager.save(1, {"w": torch.ones(5000)})
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_more_signals_in_the_last_save_change_nothing():

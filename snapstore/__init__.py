@@ -62,6 +62,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from .catalog.history import View as View
+    from .check.fallback import Skipped as Skipped
     from .check.report import CheckResult as CheckResult
     from .check.report import Problem as Problem
     from .copy.copy import CopyResult as CopyResult
@@ -132,6 +133,7 @@ if TYPE_CHECKING:
 #: The public names of each module.
 _NAMES = {
     "catalog.history": "View",
+    "check.fallback": "Skipped",
     "check.report": "CheckResult Problem",
     "copy.copy": "CopyResult",
     "distributed.base": "Ranks",

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Unpack, overload
 from . import retention
 from .catalog import policy_store
 from .catalog.history import View
+from .check.fallback import Agreement, Alone, Candidates, Fill, Skipped, Together, candidates, restore_newest_whole
 from .checks import TARGET_FIRST, check_step
 from .context import Context
 from .copy.mirror import Mirror
@@ -26,12 +27,13 @@ from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .options import SaveOptions
 from .repository import Repository
 from .restore import pipeline
+from .restore.pipeline import BeforeFill
 from .restore.sources import AsRank, PerRankOption
 from .save.ranks.job import RankJob
 from .snapshots import newest_whole_named
 from .state.fill.fit import Fit, FitOptions, NameOptions, Rename
 from .storage.base import ObjectStore
-from .text import log
+from .text import log, quoted
 
 #: Where a repository lies.
 Url = str | Path | ObjectStore
@@ -396,6 +398,7 @@ class Steps:
         keys: str | Sequence[str] | None = None,
         types: Sequence[type] = (),
         per_rank: Literal["same", "drop"] | int | None = None,
+        fallback: bool | Skipped = False,
         **fit: Unpack[FitOptions],
     ) -> Snapshot:
         """Fill `target` with the state of a step (or tag; None: the newest), and return the snapshot.
@@ -403,12 +406,54 @@ class Steps:
         It waits for the running save. See `Repository.restore_into`, also for `part`, `rename` and `strict` in `fit`,
         and `restore` for several ranks. If another number of ranks saved, `RngState` keeps the random generators, and
         rank 0 logs a warning. The snapshot becomes the parent of the run's next save.
+
+        Args:
+            fallback: True: if the snapshot is damaged, restore the newest older one that every rank can read whole.
+                Each rank verifies all that it would read before anything in `target` changes. The log names each
+                snapshot that was skipped, and why; `Skipped()` notes them too.
+
+        Raises:
+            IntegrityError: with `fallback`: no snapshot is whole. The error names those that were tried.
+            StorageError: with `fallback`: the store is away or withholds an object, which is no damage: an older
+                snapshot would lose training.
         """
+        if fallback is not False:
+            chosen, rank = Fit(keys, **fit), self._as_rank(per_rank)
+
+            def fill(context: Context, snapshot: Snapshot, check: BeforeFill) -> Snapshot:
+                options: Any = {"keys": chosen, "types": types, "as_rank": rank, "before_fill": check}
+                return pipeline.read_into(context, snapshot, target, **options)
+
+            return self._restore_whole(step, fallback, fill, rank.rank)
         with self._reading(step, per_rank) as (context, ref, as_rank):
             snapshot = pipeline.read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
         if keys is None and fit.get("part") is None:  # else it may be a part of what is saved
             self._prepare_early(target)
+        return snapshot
+
+    def _restore_whole(self, step: int | str | None, fallback: bool | Skipped, fill: Fill, rank: int) -> Snapshot:
+        """Fill a state from a step, or from the newest older one that is whole on all ranks; see `restore_into`."""
+        if not isinstance(fallback, bool | Skipped):
+            raise InvalidInputError(f"fallback {quoted(fallback)}: expected True, False or Skipped()")
+        self._wait_idle()
+
+        def find() -> Candidates:
+            context = self._nearest(step)
+            first = None if step is None else context.index.refresh().resolve(self._local_ref(context, step))
+            return candidates(context, self.run, first)
+
+        context, asked = self.repository.context, f"restore {retention.named_step(step)}"
+        agreement: Agreement
+        if self._job is None:
+            found = find()
+            context, agreement = found.context, Alone(found)
+        else:
+            agreement = Together(self._job.questions, asked, find)
+        snapshot, skipped = restore_newest_whole(context, agreement, fill, rank)
+        if isinstance(fallback, Skipped):
+            fallback.snapshots[:] = skipped
+        self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 
     @contextmanager

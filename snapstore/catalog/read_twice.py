@@ -85,6 +85,21 @@ def read_object_twice(store: ObjectStore, read: Callable[[], T]) -> T:
         raise IntegrityError(f"{error}; run 'snapstore check --read-data'") from error
 
 
+def require_damage(store: ObjectStore, error: SnapstoreError) -> None:
+    """Return if the error of reading an object of a snapshot may be damage: one answer proves nothing.
+
+    Raises:
+        UnreadObjectError: the store withholds the object (`is_withheld`), though it answers: it may be whole.
+        StorageError: the store does not answer, or can read nothing.
+    """
+    if isinstance(error, StorageError):
+        _reads(store)
+    else:
+        answers(store)
+    if is_withheld(error):
+        raise UnreadObjectError(str(error)) from error
+
+
 def _reads(store: ObjectStore) -> None:
     """Raise StorageError unless a store answers, and can read: listings may succeed although all reads fail."""
     answers(store)

@@ -9,5 +9,7 @@ verify_chunks.py  rebuild every chunk: level "restore"
 damaged_packs.py  the blobs of damaged packs that are intact, and the chunks that are lost
 recoverable.py    recover the content of a damaged record
 report.py         the result: problems, damaged snapshots, commands
+verify_wanted.py  rebuild the chunks that a restore is about to read
+fallback.py       restore the newest snapshot that every rank can read whole
 newest_whole.py   the snapshot to resume from if the newest one cannot be restored
 """

@@ -11,6 +11,7 @@
     outcome   rank 0 to all       committed, failed, or unclear
     answer    rank 0 to all       the answer to a question that all ranks ask, such as whether a save is skipped
     asked     each rank to 0      it has read so many answers
+    vote      each rank to 0      whether it finds a snapshot whole, before any rank restores it
     asks      rank 0 to all       it waits until all ranks have asked this question, and so begins no save
 
 In: typed structs. Out: msgpack, and back. The key of a message of a save has the number of the save, so no message is
@@ -184,6 +185,18 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     failed: Failed | None = None
     saves: tuple[int, int] = (0, 0)
     meets: bool = False
+
+
+class Vote(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's vote on the snapshot that rank 0 has chosen to restore; whole if both fields are empty.
+
+    Attributes:
+        why: the damage that this rank has found.
+        failed: its error, which is no damage and ends the restore.
+    """
+
+    why: str = ""
+    failed: Failed | None = None
 
 
 class RelayedError(Exception):

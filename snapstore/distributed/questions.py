@@ -12,7 +12,7 @@ begun: after the next save no rank takes it any more. If the answer to the same 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..errors import InvalidInputError, RanksError
@@ -86,6 +86,37 @@ class Questions:
             raise messages.raised(found.failed, self._ranks.rank)
         value: V = found.value
         return value
+
+    def vote(self, question: str, own: bytes, decide: Callable[[Sequence[bytes]], V]) -> V:
+        """Return what `decide` makes, on rank 0, of the votes of all ranks, by rank; all ranks call this.
+
+        Raises:
+            SnapstoreError: as `ask`; or a rank does not vote.
+        """
+        number, ranks = self._number, self._ranks
+        keys = [f"{self._prefix}vote/{number}/{rank}" for rank in range(ranks.count)]
+        if ranks.rank > 0:
+            ranks.post(keys[ranks.rank], own)
+            return self.ask(question, lambda: decide([own]))
+
+        def look_for_error() -> None:
+            """Raise if a rank has asked for something else, here or in the question before."""
+            for at in (number - 1, number):
+                if (data := ranks.look(f"{self._prefix}question/{at}/unlike")) is not None:
+                    raise messages.raised(decode(data, Failed), 0)
+
+        def answer() -> V:
+            others = keys[1:]
+
+            def missing() -> list[int]:
+                return [rank for rank, key in enumerate(others, 1) if ranks.look(key) is None]
+
+            watch = Watch(ranks, f"all ranks' votes ({question})", missing, ranks.total_s, self._prefix, look_for_error)
+            votes = wait_for(lambda: ranks.look_all(others), watch) if others else []
+            ranks.remove(others)
+            return decide([own, *votes])
+
+        return self.ask(question, answer)
 
     def asked_unheard(self, data: bytes) -> str:
         """Return the question that rank 0 waits for this rank to ask, if it has not asked it; else "".

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
@@ -39,14 +39,18 @@ from .sources import ALONE, AsRank, PartSources
 T = TypeVar("T")
 
 
+#: Called with the overlaps that a restore is about to read, before anything of the state changes; it may raise.
+BeforeFill = Callable[[Mapping[Want, Sequence[Overlap]]], object]
+
+
 class _FilledState:
     """The state that a restore fills, or None; as a context, it lets an error say that it may be partly filled.
 
     A read is tried again if the snapshot is rewritten meanwhile, so the error may come before the later try has begun.
     """
 
-    def __init__(self, into: Any) -> None:
-        self.into, self._has_begun = into, False
+    def __init__(self, into: Any, before_fill: BeforeFill = lambda overlaps: None) -> None:
+        self.into, self.before_fill, self._has_begun = into, before_fill, False
 
     def begin(self) -> None:
         """Note that all that follows may change the state."""
@@ -58,6 +62,15 @@ class _FilledState:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._has_begun and isinstance(error, Exception):
             add_line(error, PARTLY_FILLED)
+
+
+class _Options(TypedDict, total=False):
+    """Arguments of `restore`."""
+
+    keys: str | Sequence[str] | Fit | None
+    device: Any
+    types: Sequence[type]
+    as_rank: AsRank
 
 
 def read(
@@ -76,12 +89,17 @@ def read(
         NotFoundError: the reference names nothing.
         See `restore` for the other errors. Each of them says so if `into` may be partly filled.
     """
+    return _read(context, ref, _FilledState(into), keys=keys, device=device, types=types, as_rank=as_rank)
 
+
+def _read(
+    context: Context, ref: str | Snapshot, target: _FilledState, **options: Unpack[_Options]
+) -> tuple[Snapshot, Any]:
     def restored(snapshot: Snapshot) -> tuple[Snapshot, Any]:
         with out_of_memory(f"restore {snapshot.ref}", "free memory, restore parts of it with keys, or onto a device"):
-            return snapshot, restore(context, snapshot, target, keys=keys, device=device, types=types, as_rank=as_rank)
+            return snapshot, restore(context, snapshot, target, **options)
 
-    with _FilledState(into) as target:
+    with target:
         return opened(context, ref, restored)
 
 
@@ -153,11 +171,13 @@ def read_into(
     keys: str | Sequence[str] | Fit | None = None,
     types: Sequence[type] = (),
     as_rank: AsRank = ALONE,
+    before_fill: BeforeFill = lambda overlaps: None,
 ) -> Snapshot:
     """Fill `target` with the state that a reference names, and return the snapshot; raises as `read` does."""
     if target is None:
         raise InvalidInputError("restore_into: the target is None; pass the state to fill, or call restore")
-    return read(context, ref, into=target, keys=keys, types=types, as_rank=as_rank)[0]
+    filled = _FilledState(target, before_fill)
+    return _read(context, ref, filled, keys=keys, types=types, as_rank=as_rank)[0]
 
 
 def restore(
@@ -210,6 +230,7 @@ def restore(
             plan.buffers.fresh_bytes(), f"{snapshot.ref}: restoring {counted(len(plan.wants), 'tensor')}"
         )
         require_decoding_of(context, overlaps, f"{snapshot.ref}: restoring")
+        target.before_fill(overlaps)
         if plan.buffers.fills_at_once():
             target.begin()
         try:

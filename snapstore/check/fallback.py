@@ -1,0 +1,384 @@
+"""Fallback: fill a state from the newest snapshot that every rank can read whole.
+
+In: the snapshots of a run, newest first, and a state to fill. Out: the snapshot that was restored, and those that were
+skipped, with the damage of each.
+
+Each rank first rebuilds every chunk that it would read, without keeping the bytes, and votes. The state is filled only
+from a snapshot that every rank has found whole; until then nothing in it changes. Damage is a reason to skip one.
+A target that does not fit, a format or machine that is not enough, and a store that is away are errors: an older
+snapshot would silently lose training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ..catalog.history import View
+from ..catalog.read_twice import read_object_twice, read_small, require_damage
+from ..context import Context
+from ..distributed import messages
+from ..distributed.messages import Failed, Vote
+from ..distributed.questions import Questions
+from ..errors import (
+    DAMAGE,
+    CapabilityError,
+    IntegrityError,
+    NotFoundError,
+    OutputError,
+    SnapstoreError,
+    StorageError,
+)
+from ..format.records import SWEPT, Snapshot
+from ..restore.overlaps import Overlap
+from ..restore.pipeline import BeforeFill, deleted_meanwhile
+from ..state.fill.buffers import Want
+from ..text import log, some, strip_hint
+from .verify_chunks import tensor_of
+from .verify_wanted import LostChunk, first_lost
+
+#: Fills the state from a snapshot; calls its last argument before anything of the state changes.
+Fill = Callable[[Context, Snapshot, BeforeFill], Snapshot]
+
+
+class SkippedSnapshot(NamedTuple):
+    """A snapshot that a restore has skipped.
+
+    Attributes:
+        step, id: of the snapshot.
+        why: its damage, in words.
+    """
+
+    step: int
+    id: str
+    why: str
+
+
+@dataclass
+class Skipped:
+    """The snapshots that a restore with `fallback=Skipped()` skipped; each restore fills it again.
+
+    Attributes:
+        snapshots: (step, id, why) of each, in the order in which they were tried: the newest first.
+    """
+
+    snapshots: list[SkippedSnapshot] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.snapshots)
+
+    def __len__(self) -> int:
+        return len(self.snapshots)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What rank 0 has decided.
+
+    Attributes:
+        key: of the record to try next; "": every rank has found the last one whole.
+        skipped: all that were skipped so far.
+    """
+
+    key: str
+    skipped: list[SkippedSnapshot]
+
+    def text(self) -> str:
+        """Return it as the answer to a question."""
+        return json.dumps([self.key, self.skipped])
+
+    @classmethod
+    def of(cls, text: str) -> Choice:
+        """Return the choice of a text."""
+        key, skipped = json.loads(text)
+        return cls(key, [SkippedSnapshot(*one) for one in skipped])
+
+
+class Candidates:
+    """The snapshots of a run that may be restored, in the order in which they are tried.
+
+    Args:
+        first: the newest one that is wanted; None: the newest of the run.
+
+    Attributes:
+        context: of the repository.
+        skipped: those that were skipped so far.
+    """
+
+    def __init__(self, context: Context, run: str, view: View, first: Snapshot | None) -> None:
+        self.context, self._run = context, run
+        self.skipped: list[SkippedSnapshot] = []
+        self._current: Snapshot | None = None
+        found = view.snapshots(run)[::-1]
+        if first is not None:
+            found = [s for s in found if (s.seq, s.id) <= (first.seq, first.id)]
+            found = found if first.id in {s.id for s in found} else [first, *found]
+        self._left = found
+        whys, self._unread = view.unknown(run), frozenset(view.unread)
+        self._unknown = {
+            name: (key, whys.get(key, "its record is not known"), known, step)
+            for (name, (key, known)), step in zip(
+                view.unknown_ids(run).items(), view.unknown_steps(run).values(), strict=True
+            )
+            if first is None or (known is None and step <= first.step) or (known and known.seq <= first.seq)
+        }
+
+    def next(self) -> Choice:
+        """Return the next one to try.
+
+        Raises:
+            IntegrityError: none is left.
+            StorageError: a record that may be newer is withheld: it may be whole.
+        """
+        following = self._left.pop(0) if self._left else None
+        self._skip_unknown(following)
+        if following is None:
+            raise self._none_left()
+        self._current = following
+        return Choice(following.key, list(self.skipped))
+
+    def skip(self, why: str) -> Choice:
+        """Skip the last one that was returned, and return the next one; raises as `next` does."""
+        assert self._current is not None
+        self._note(self._current.step, self._current.id, why)
+        return self.next()
+
+    def _skip_unknown(self, following: Snapshot | None) -> None:
+        """Skip the records that are not known, and may be newer than the one that follows."""
+        for name, (key, why, known, step) in list(self._unknown.items()):
+            if following is not None and known is not None and (known.seq, name) < (following.seq, following.id):
+                continue
+            del self._unknown[name]
+            if key in self._unread:
+                self._require_damage(key)
+            self._note(step, name, f"its record {key}: {strip_hint(why).removeprefix(f'{key}: ')}")
+
+    def _require_damage(self, key: str) -> None:
+        """Raise StorageError unless the disk cannot read a record: a withheld one may be whole."""
+        store = self.context.store
+        with suppress(*DAMAGE):
+            read_object_twice(store, lambda: read_small(store, Snapshot, key))
+            raise StorageError(f"{key}: could not be read, and now can: restore again")
+
+    def _note(self, step: int, name: str, why: str) -> None:
+        self.skipped.append(SkippedSnapshot(step, name, why))
+        log.warning("%s@%d (id:%s) is skipped: %s", self._run, step, name[:12], why)
+
+    def _none_left(self) -> IntegrityError:
+        tried = [f"{self._run}@{one.step} (id:{one.id[:12]})" for one in self.skipped]
+        whys = f"; {tried[0]}: {strip_hint(self.skipped[0].why)[:200]}" if tried else ""
+        return IntegrityError(
+            f"run {self._run!r}: no snapshot is whole; tried: {some(tried, 12)}{whys}; run 'snapstore check --restore'"
+        )
+
+
+def candidates(context: Context, run: str, first: Snapshot | None = None) -> Candidates:
+    """Return the snapshots of a run to try, from `first` on; None: from the newest.
+
+    Raises:
+        NotFoundError: the run has no snapshot, and no record of it is unknown.
+        StorageError: the listing failed.
+    """
+    view = context.index.refresh()
+    if view.unknown(run):
+        view = context.index.refresh(list_twice=True)  # one wrong answer proves nothing
+    if first is None and not view.snapshots(run) and not view.unknown_ids(run):
+        raise NotFoundError(f"run {run!r}: has no committed snapshot in {context.store.url} to restore")
+    return Candidates(context, run, view, first)
+
+
+class Agreement(Protocol):
+    """How the ranks agree on the snapshot to restore."""
+
+    def first(self) -> Choice:
+        """Return the first one to try."""
+        ...
+
+    def settle(self, vote: Vote) -> Choice:
+        """Give this rank's vote on the last choice; return the next choice, which is the same on all ranks.
+
+        Raises:
+            SnapstoreError: a rank has failed otherwise than by damage; or none is left.
+        """
+        ...
+
+
+class Alone:
+    """The agreement of one process with itself."""
+
+    def __init__(self, found: Candidates) -> None:
+        self._found = found
+
+    def first(self) -> Choice:
+        """Return the first one to try."""
+        return self._found.next()
+
+    def settle(self, vote: Vote) -> Choice:
+        """Return the choice that follows from the vote."""
+        return decided(self._found, [vote])
+
+
+class Together:
+    """The agreement of all ranks: each asks the same questions, and rank 0 answers once all have voted.
+
+    Args:
+        find: returns the candidates; called on rank 0 only.
+        asked: the snapshot that the ranks restore, in questions.
+    """
+
+    def __init__(self, questions: Questions, asked: str, find: Callable[[], Candidates]) -> None:
+        self._questions, self._find, self._asked, self._tries = questions, find, asked, 0
+        self._found: Candidates | None = None
+
+    def first(self) -> Choice:
+        """Return rank 0's first choice."""
+
+        def answer() -> str:
+            self._found = self._find()
+            return self._found.next().text()
+
+        return Choice.of(self._questions.ask(f"{self._asked}, or an older whole one", answer))
+
+    def settle(self, vote: Vote) -> Choice:
+        """Return rank 0's choice once all ranks have voted."""
+        self._tries += 1
+
+        def answer(votes: Sequence[bytes]) -> str:
+            assert self._found is not None
+            return decided(self._found, [messages.decode(one, Vote) for one in votes]).text()
+
+        question = f"{self._asked}: whether all ranks find choice {self._tries} whole"
+        return Choice.of(self._questions.vote(question, messages.encode(vote), answer))
+
+
+def decided(found: Candidates, votes: Sequence[Vote]) -> Choice:
+    """Return the choice that follows from the votes of all ranks, by rank.
+
+    Raises:
+        SnapstoreError: the first error that is no damage.
+    """
+    for vote in votes:
+        if vote.failed is not None:
+            raise messages.raised(vote.failed, 0)
+    whys = [(f"rank {rank}: " if len(votes) > 1 else "") + vote.why for rank, vote in enumerate(votes) if vote.why]
+    return found.skip(some(whys, 2)) if whys else Choice("", list(found.skipped))
+
+
+class _LostError(Exception):
+    """The snapshot that is tried is damaged."""
+
+    def __init__(self, why: str, chunk: LostChunk | None = None) -> None:
+        super().__init__(why)
+        self.why, self.chunk = why, chunk
+
+
+class _PassedError(Exception):
+    """The ranks have chosen another snapshot."""
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice.key)
+        self.choice = choice
+
+
+class _EndedError(Exception):
+    """The ranks have ended this restore with an error."""
+
+    def __init__(self, error: SnapstoreError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def restore_newest_whole(
+    context: Context, agreement: Agreement, fill: Fill, rank: int = 0
+) -> tuple[Snapshot, list[SkippedSnapshot]]:
+    """Fill a state from the first choice that every rank finds whole; return the snapshot, and those skipped.
+
+    Raises:
+        InvalidInputError, CapabilityError: as `pipeline.read_into`; nothing was written, unless the error says so.
+        StorageError: the store is away, or withholds what may be whole.
+        IntegrityError: no snapshot is whole; or the chosen one became damaged while it was read.
+        RanksError: a rank does not answer.
+    """
+    return _Fallback(context, agreement, fill, rank).run()
+
+
+class _Fallback:
+    """One restore on one rank."""
+
+    def __init__(self, context: Context, agreement: Agreement, fill: Fill, rank: int) -> None:
+        self._context, self._agreement, self._fill, self._rank = context, agreement, fill, rank
+        self._agreed: Choice | None = None
+
+    def run(self) -> tuple[Snapshot, list[SkippedSnapshot]]:
+        choice = self._agreement.first()
+        while True:
+            try:
+                snapshot = self._tried(choice.key)
+            except _EndedError as ended:
+                raise ended.error from None
+            except _PassedError as passed:
+                choice = passed.choice
+            except _LostError as lost:
+                choice = self._agreement.settle(Vote(why=strip_hint(lost.why)[:400]))
+            except Exception as error:
+                if self._agreed is None:
+                    with suppress(SnapstoreError):  # it comes back from rank 0
+                        self._agreement.settle(Vote(failed=Failed.of(error, self._rank)))
+                raise
+            else:
+                assert self._agreed is not None
+                return snapshot, self._agreed.skipped
+
+    def _tried(self, key: str) -> Snapshot:
+        """Fill the state from the snapshot of a record.
+
+        Raises:
+            _LostError: it is damaged.
+            _PassedError, _EndedError: the ranks have decided so.
+        """
+        store = self._context.store
+        try:
+            snapshot = read_object_twice(store, lambda: read_small(store, Snapshot, key))
+        except CapabilityError:
+            raise
+        except DAMAGE as error:
+            raise _LostError(f"its record: {error}") from None
+        for is_last in (False, True):  # one wrong answer proves nothing
+            try:
+                return self._fill(self._context, snapshot, self._before_fill)
+            except (CapabilityError, OutputError):
+                raise
+            except (*DAMAGE, StorageError) as error:
+                if self._agreed is not None:
+                    raise
+                if isinstance(error, NotFoundError):
+                    self._require_there(snapshot, error)
+                require_damage(store, error)
+                if is_last:
+                    raise _LostError(str(error)) from None
+        raise AssertionError("unreachable")
+
+    def _require_there(self, snapshot: Snapshot, error: NotFoundError) -> None:
+        """Raise the error unless it says that the snapshot was deleted meanwhile: a key that is named is not there."""
+        now = self._context.index.refresh().get(snapshot.id)
+        if now is not None and now.state == SWEPT:
+            raise _LostError(str(deleted_meanwhile(snapshot))) from None
+        raise error
+
+    def _before_fill(self, overlaps: Mapping[Want, Sequence[Overlap]]) -> None:
+        """Verify what this rank would read, and agree."""
+        if self._agreed is not None:
+            return  # the snapshot is read again: it was rewritten meanwhile
+        lost = first_lost(self._context, [overlap for found in overlaps.values() for overlap in found])
+        if lost is not None:
+            raise _LostError(f"{tensor_of(lost.m, lost.row)}: {lost.error}", lost)
+        try:
+            choice = self._agreement.settle(Vote())
+        except SnapstoreError as error:
+            raise _EndedError(error) from error
+        if choice.key:
+            raise _PassedError(choice)
+        self._agreed = choice

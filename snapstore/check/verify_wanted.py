@@ -1,0 +1,100 @@
+"""Verify wanted: rebuild the chunks that a restore is about to read, before it changes anything.
+
+In: the overlaps of a restore, or rows of a manifest. Out: the first chunk that is lost, or None: each gave the bytes of
+its digest. The bytes are not kept: chunks are rebuilt in spans of SPAN_BYTES, all in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import Bytes, Column
+from ..catalog.read_twice import read_object_twice, require_damage
+from ..chunks.reader import ChunkReader, Wanted
+from ..context import Context
+from ..errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
+from ..format.manifests.manifest import Manifest
+from ..restore.overlaps import Overlap
+
+#: Chunks are rebuilt in spans of at most this much, or one by one [plain bytes].
+SPAN_BYTES = 32 * 1024 * 1024
+
+
+class LostChunk(NamedTuple):
+    """A chunk that two reads could not rebuild.
+
+    Attributes:
+        row: of the chunk in the table of its manifest.
+    """
+
+    m: Manifest
+    row: int
+    error: SnapstoreError
+
+
+def first_lost(context: Context, overlaps: Iterable[Overlap]) -> LostChunk | None:
+    """Rebuild every chunk of some overlaps; return the first one that cannot be rebuilt, or None.
+
+    Raises:
+        CapabilityError: this machine cannot rebuild one, which is no damage.
+        StorageError: the store does not answer, or withholds a pack, which may be whole.
+    """
+    wanted: dict[int, tuple[Manifest, list[Column]]] = {}
+    for overlap in overlaps:
+        if overlap.stored.chunks:
+            wanted.setdefault(id(overlap.stored.m), (overlap.stored.m, []))[1].append(overlap.rows)
+    found = (first_lost_of(context, m, np.unique(np.concatenate(rows))) for m, rows in wanted.values())
+    return next((lost for lost in found if lost is not None), None)
+
+
+def first_lost_of(context: Context, m: Manifest, rows: Column) -> LostChunk | None:
+    """Rebuild some rows of a manifest, in spans; return the first one that is lost, or None. Raises as `first_lost`."""
+    room = np.empty(0, np.uint8)
+    for span in _spans(m.table.lengths[rows].astype(np.int64)):
+        size = int(m.table.lengths[rows[span]].astype(np.int64).sum())
+        if size > len(room):
+            room = np.empty(size, np.uint8)
+        if (lost := _first_lost_in(context, m, rows[span], room)) is not None:
+            return lost
+    return None
+
+
+def _spans(lengths: Column) -> Iterator[slice]:
+    """Yield slices of neighbours that have at most SPAN_BYTES together, or are one chunk."""
+    ends, first = np.cumsum(lengths), 0
+    while first < len(lengths):
+        before = int(ends[first - 1]) if first else 0
+        end = max(first + 1, int(np.searchsorted(ends, before + SPAN_BYTES, "right")))
+        yield slice(first, end)
+        first = end
+
+
+def _first_lost_in(context: Context, m: Manifest, rows: Column, room: Bytes) -> LostChunk | None:
+    """Rebuild the rows of a span at once, and after a failure one by one: the one that fails again twice is lost."""
+    try:
+        _rebuild(context, m, rows, room)
+        return None
+    except CapabilityError:
+        raise
+    except (*DAMAGE, StorageError) as error:
+        require_damage(context.store, error)
+    for row in rows.tolist():
+        try:
+            read_object_twice(context.store, partial(_rebuild, context, m, np.array([row]), room))
+        except CapabilityError:
+            raise
+        except DAMAGE as error:
+            error.__cause__ = error.__context__ = None
+            return LostChunk(m, row, error.with_traceback(None))  # whose frames hold the memory
+    return None
+
+
+def _rebuild(context: Context, m: Manifest, rows: Column, room: Bytes) -> None:
+    lengths = m.table.lengths[rows].astype(np.int64)
+    wanted = Wanted(m.table, m.header.pack_names, rows, room, np.cumsum(lengths) - lengths)
+    for _ in ChunkReader(context, context.engines.cpu, counts=False).rebuild([wanted]):
+        pass

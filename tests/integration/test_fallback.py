@@ -1,0 +1,242 @@
+"""restore_into(fallback=True): the newest snapshot that every rank can read whole, and nothing is written before.
+
+What is whole is known from the undamaged repository: the bytes that each snapshot needs of each object. So the expected
+snapshot is the newest whose bytes no damage has touched, whatever the code under test reads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kit.damage import encoded_wrongly
+from kit.faults import FaultStore, Unreadable
+from kit.objects import clone, flip, keys_of, replace
+from kit.ranks import Managers, part_of, small_boxes
+from kit.repositories import OPTIONS, created, opened, same, values
+from kit.samples import SEED, THOROUGH
+from kit.tally import tally
+from snapstore import IntegrityError, InvalidInputError, NotFoundError, Skipped, SnapshotManager, StorageError
+from snapstore.check import verify_wanted
+from snapstore.distributed.base import Ranks
+from snapstore.format.keys import pack_key
+from snapstore.format.manifests import manifest
+from snapstore.format.records import Snapshot
+from snapstore.storage.memory import MemoryStore
+
+STEPS = 6
+
+
+def state_of(version: int, rank: int = 0, count: int = 1) -> dict[str, Any]:
+    """Return a rank's share of a version: of one process, the whole of it."""
+    whole = values("a", version)
+    if count == 1:
+        return whole
+    return whole | {"model": whole["model"] | {"drift": part_of(whole["model"]["drift"], rank, count)}}
+
+
+def blank(value: Any) -> Any:
+    """Return a state of the same form with other values."""
+    if isinstance(value, dict):
+        return {key: blank(child) for key, child in value.items()}
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, 7)
+    if isinstance(value, np.ndarray):
+        return np.full_like(value, 7)
+    if hasattr(value, "global_shape"):
+        copy = type(value)(**vars(value))
+        copy.data = torch.full_like(value.data, 7)
+        return copy
+    return value if isinstance(value, str) else type(value)()
+
+
+def plain(value: Any) -> Any:
+    """Return a state with the local tensors of sharded ones."""
+    if isinstance(value, dict):
+        return {key: plain(child) for key, child in value.items()}
+    return value.data if hasattr(value, "global_shape") else value
+
+
+@cache
+def saved(count: int) -> MemoryStore:
+    """Return a store with the steps 0 to STEPS - 1 of run a, saved by `count` ranks."""
+    store = created()
+    with small_boxes():
+        if count == 1:
+            with SnapshotManager(store, run="a", options=OPTIONS, async_save=False) as manager:
+                for step in range(STEPS):
+                    manager.save(step, state_of(step))
+        else:
+            managers = Managers(store, count, async_save=False)
+            for step in range(STEPS):
+                managers.each(lambda m, r, step=step: m.save(step, state_of(step, r, count)).result())
+            managers.end()
+    return store
+
+
+@dataclass
+class Needs:
+    """The bytes that a snapshot needs: objects as a whole, and ranges of packs."""
+
+    snapshot: Snapshot
+    whole: set[str] = field(default_factory=set)
+    ranges: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @property
+    def packs(self) -> list[str]:
+        return sorted({key for key, _, _ in self.ranges})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(length for _, _, length in self.ranges)
+
+
+@cache
+def needs(count: int) -> list[Needs]:
+    """Return what each snapshot of `saved` needs, newest first."""
+    store, found = saved(count), []
+    with opened(store) as repository:
+        snapshots = repository.view().snapshots("a")
+    for snapshot in reversed(snapshots):
+        one = Needs(snapshot, {snapshot.key})
+        refs, ranges = list(snapshot.manifests), set()
+        while refs:
+            m = manifest.read(store, ref := refs.pop(), None)
+            one.whole.add(ref.key)
+            refs += m.header.children
+            table = m.table
+            for pack, offset, length in zip(table.ref_packs, table.ref_offsets, table.ref_lengths, strict=True):
+                ranges.add((pack_key(m.header.pack_names[pack]), int(offset), int(length)))
+        one.ranges = sorted(ranges)
+        found.append(one)
+    return found
+
+
+@dataclass
+class Damages:
+    """Damage to objects, and which snapshots it leaves whole."""
+
+    store: MemoryStore
+    touched: dict[str, tuple[int, int]] = field(default_factory=dict)  # key -> the bytes [first, end) that are wrong
+
+    def do(self, key: str, how: str, at: int) -> None:
+        if key in self.touched:
+            return
+        data = self.store.get(key)
+        if how == "flip":
+            flip(self.store, key, at, 4)
+            self.touched[key] = at, at + 1
+        elif how == "cut":
+            replace(self.store, key, data[:at])
+            self.touched[key] = at, len(data)
+        else:
+            self.store.delete([key])
+            self.touched[key] = 0, len(data)
+
+    def spares(self, one: Needs) -> bool:
+        if one.whole & self.touched.keys():
+            return False
+        hit = (self.touched[key] + (first, first + length) for key, first, length in one.ranges if key in self.touched)
+        return not any(max(a, first) < min(b, end) for a, b, first, end in hit)
+
+
+def damaged(count: int, dice: random.Random) -> Damages:
+    """Damage the newest snapshots, each in a random way."""
+    done = Damages(clone(saved(count)))
+    for one in needs(count)[: dice.randint(1, STEPS - 2)]:
+        kind = dice.choice(["record", "manifest", "pack", "pack"])
+        if kind == "record":
+            key = one.snapshot.key
+        elif kind == "manifest":
+            key = dice.choice(sorted(one.whole - {one.snapshot.key}))
+        else:
+            key, first, length = dice.choice(one.ranges)
+        how = dice.choice(["flip", "flip", "cut", "missing"])
+        size = len(saved(count).get(key))
+        at = dice.randrange(first, first + length) if kind == "pack" and dice.random() < 0.8 else dice.randrange(size)
+        done.do(key, how, at)
+    return done
+
+
+class Counted(FaultStore):
+    """Counts the bytes that are read from packs."""
+
+    read_bytes = 0
+
+    def _act(self, name: str, key: str, effect: Any) -> Any:
+        found = super()._act(name, key, effect)
+        if key.startswith("packs/") and name in ("get", "get_range"):
+            self.read_bytes += len(found)
+        return found
+
+
+def restored(store: Any, **options: Any) -> tuple[Any, Any, Skipped]:
+    """Return (the snapshot, the state, what was skipped) of a restore by one process; or (its error, ...)."""
+    skipped, state = Skipped(), blank(state_of(0))
+    with SnapshotManager(store, run="a", options=OPTIONS) as manager:
+        try:
+            return manager.restore_into(state, fallback=skipped, **options), state, skipped
+        except Exception as error:  # noqa: BLE001
+            return error, state, skipped
+
+
+def restored_by(managers: Managers, **options: Any) -> list[tuple[Any, Any, Skipped]]:
+    """Return the same of every rank."""
+    count = len(managers)
+    states = [blank(state_of(0, rank, count)) for rank in range(count)]
+    skips = [Skipped() for _ in states]
+    done = managers.all(lambda m, r: m.restore_into(states[r], fallback=skips[r], **options))
+    return list(zip(done, states, skips, strict=True))
+
+
+def require_version(state: Any, version: int, rank: int = 0, count: int = 1) -> None:
+    assert same(plain(state), plain(state_of(version, rank, count))), f"rank {rank}: not the state of {version}"
+
+
+def check_case(count: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage the newest snapshots at random; the newest whole one is restored, with few reads."""
+    dice = random.Random(seed)
+    done = damaged(count, dice)
+    monkeypatch.setattr(verify_wanted, "SPAN_BYTES", dice.choice([1, 1024, 1 << 25]))
+    wanted = next((one for one in needs(count) if done.spares(one)), None)
+    stores = [Counted(done.store) for _ in range(count)]
+    if count == 1:
+        results = [restored(stores[0])]
+    else:
+        managers = Managers(done.store, count, stores=stores)
+        results = restored_by(managers)
+        managers.end()
+    tally("fallbacks")
+    for rank, (snapshot, state, skipped) in enumerate(results):
+        about = f"{count} ranks, seed {seed}, rank {rank}: {done.touched}: {snapshot!r}"
+        if wanted is None:
+            assert isinstance(snapshot, IntegrityError), about
+            require_blank(state, rank, count)
+            continue
+        assert getattr(snapshot, "id", None) == wanted.snapshot.id, about
+        require_version(state, wanted.snapshot.step, rank, count)
+        newer = [one.snapshot for one in needs(count) if one.snapshot.step > wanted.snapshot.step]
+        gone = {s.step for s in newer if s.key in done.touched and s.key not in keys_of(done.store, "snapshots/")}
+        assert sorted(one.step for one in skipped.snapshots) == sorted({s.step for s in newer} - gone), about
+        assert all(one.why for one in skipped.snapshots)
+
+
+def require_blank(state: Any, rank: int = 0, count: int = 1) -> None:
+    assert same(plain(state), plain(blank(state_of(0, rank, count)))), f"rank {rank}: its state has changed"
+
+
+CASES = [(count, SEED * 1000 + number) for number in range(250 if THOROUGH else 8) for count in (1, 4)]
+
+
+@pytest.mark.parametrize("part", range(25 if THOROUGH else 1))
+def test_the_newest_whole_one_is_restored(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flips, cut and missing packs, manifests and records: 500 cases by 1 and 4 ranks in a thorough run."""
+    for count, seed in CASES[part :: 25 if THOROUGH else 1]:
+        check_case(count, seed, monkeypatch)

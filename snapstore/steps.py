@@ -15,7 +15,16 @@ from typing import Any, Literal, NamedTuple, NoReturn, Unpack, overload
 from . import retention
 from .catalog import policy_store
 from .catalog.history import View
-from .check.fallback import Agreement, Alone, Candidates, Fill, Skipped, Together, candidates, restore_newest_whole
+from .check.fallback import (
+    Agreement,
+    Alone,
+    Fill,
+    RestoreCandidates,
+    Skipped,
+    Together,
+    candidates,
+    restore_newest_whole,
+)
 from .checks import TARGET_FIRST, check_step
 from .context import Context
 from .copy.mirror import Mirror
@@ -438,7 +447,7 @@ class Steps:
             raise InvalidInputError(f"fallback {quoted(fallback)}: expected True, False or Skipped()")
         self._wait_idle()
 
-        def find() -> Candidates:
+        def find() -> RestoreCandidates:
             context = self._nearest(step)
             first = None if step is None else context.index.refresh().resolve(self._local_ref(context, step))
             return candidates(context, self.run, first)
@@ -450,9 +459,9 @@ class Steps:
             context, agreement = found.context, Alone(found)
         else:
             agreement = Together(self._job.questions, asked, find)
-        snapshot, skipped = restore_newest_whole(context, agreement, fill, rank)
+        snapshot, skipped = restore_newest_whole(context, agreement, fill, rank=rank, may_write=not self.read_only)
         if isinstance(fallback, Skipped):
-            fallback.snapshots[:] = skipped
+            fallback.snapshots[:] = [(one.step, one.id, one.why) for one in skipped]
         self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 

@@ -6,9 +6,10 @@ answers from memory. A bucket that was restored from a backup, or another one by
 under a known key. So each record is cached with the size, time and tag of the listing, and read again when they differ.
 
 An index that is missing, foreign, damaged, full or unwritable costs time, nothing else, with one exception: another
-program that writes into the open file at the wrong moment may end the process (lmdb_file.py). The index lies in the
-user's own cache, where its size is bounded. It never lies in the repository: snapstore trusts its content, and anyone
-could have written an index that came with an archive.
+program that writes into the open file at the wrong moment may end the process (lmdb_file.py). It also keeps the marks
+of damaged snapshots, which only withhold choices (damage_marks.py). The index lies in the user's own cache, where its
+size is bounded. It never lies in the repository: snapstore trusts its content, and anyone could have written an index
+that came with an archive.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.cache_dir import shrink
 from ..text import log
 from ..threads import Threads
+from .damage_marks import DamageMarks
 from .history import View
 from .lmdb_file import Environment, folder_for, temporary_folder
 from .record_listing import JUST_MADE, KnownRecord, KnownRecords, copied, list_ruling, packed, repeated_ids
@@ -79,6 +81,9 @@ class Index:
         folder: None: what is cached stays in memory.
         limit_bytes: size of the LMDB map.
         temporary: `close` removes the folder.
+
+    Attributes:
+        marks: the snapshots that are known to be damaged.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class Index:
         self._pid, self.temporary = os.getpid(), temporary
         self._lock = threading.RLock()
         self._records = KnownRecords()
+        self.marks = DamageMarks(lambda changed: self._store_all({b"damaged": changed}))
         self._pauses: dict[str, _Pause] = {}
         self._environment: Environment | None = None
         self._noted: set[str] = set()  # keys of records of which the cache does not know it (`_note_listing`)
@@ -115,6 +121,8 @@ class Index:
                 self._records[record.snapshot.key] = record
             except (FormatError, IntegrityError, UnicodeDecodeError, struct.error):
                 continue  # read again from the store
+        for key, data in self._environment.items(b"damaged"):
+            self.marks.load(key.decode(errors="replace"), data)
 
     def refresh(self, run: str | None = None, *, list_twice: bool = False) -> View:
         """List the store, read the records that are new or changed, and return a View.
@@ -362,6 +370,7 @@ class Index:
                 self._open_again(self._environment)
             except (lmdb.Error, OSError) as error:
                 log.warning("index %s cannot be rebuilt: %s", self.folder, error)
+            self._store_all({b"damaged": self.marks.packed()})
             view = self.refresh()
             if keep_unreadable:  # with a size that no listing shows, so that each is read before it is believed
                 unknown = before.under(records_prefix()).keys() & (view.damaged.keys() | view.unread.keys())
@@ -370,7 +379,7 @@ class Index:
                 self._store_all({b"records": packed(kept)})
             return view
 
-    def _store_all(self, items: Mapping[bytes, Mapping[str, bytes]]) -> None:
+    def _store_all(self, items: Mapping[bytes, Mapping[str, bytes | None]]) -> None:
         """Cache items of databases; if the cache cannot be written, only log that."""
         environment = self._environment  # another thread may close it
         if environment is None or not any(items.values()):
@@ -386,11 +395,11 @@ class Index:
                 by_revision = sorted(self._records.values(), key=lambda record: record.snapshot.revision)
                 ruling = {record.snapshot.id: record for record in by_revision}
                 known = packed({record.snapshot.key: record for record in ruling.values()})
-                environment.put({**items, b"records": known})
+                environment.put({**items, b"records": known, b"damaged": self.marks.packed()})
             except FileNotFoundError:
                 environment = self._open_again(environment)
                 if environment is not None:
-                    environment.put({**items, b"records": {}})
+                    environment.put({**items, b"records": {}, b"damaged": {}})
         except (lmdb.Error, OSError, MemoryError) as error:  # a save may be committed already
             if self._environment is environment:
                 why = str(error) or type(error).__name__
@@ -410,7 +419,7 @@ class Index:
                 self.folder, self.temporary = find
                 if self.folder is not None:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
-                    self._environment.put({b"records": packed(self._records)})
+                    self._environment.put({b"records": packed(self._records), b"damaged": self.marks.packed()})
             except (lmdb.Error, OSError, InvalidInputError) as error:
                 log.warning("index %s cannot be built again: %s", self.folder, error)
             return self._environment

@@ -38,6 +38,7 @@ from ..text import log
 from ..threads import after_fork_in_child
 
 SCHEMA = b"5"
+DATABASES = (b"meta", b"records", b"manifests", b"damaged")
 #: The file is read in small pieces: for each thread, C's allocator keeps the memory that the thread took once.
 DIGEST_PIECE_BYTES = 128 * 1024
 #: A process holds the lock, or that of the folder, for milliseconds, but a stopped one (SIGSTOP) for as long as it is
@@ -46,7 +47,7 @@ PATIENCE_S = 10.0
 
 
 class Environment:
-    """Named databases `meta`, `records` and `manifests` in a folder; any thread may call anything.
+    """Named databases `meta`, `records`, `manifests` and `damaged` in a folder; any thread may call anything.
 
     Args:
         uuid: of the repository; items of another one are dropped.
@@ -114,13 +115,13 @@ class Environment:
         self._env = lmdb.open(
             os.fsencode(self._folder),
             map_size=self._limit_bytes,
-            max_dbs=3,
+            max_dbs=4,
             lock=False,
             readahead=False,
             sync=False,
             metasync=False,
         )
-        self._databases = {name: self._env.open_db(name) for name in (b"meta", b"records", b"manifests")}
+        self._databases = {name: self._env.open_db(name) for name in DATABASES}
         with self._env.begin(write=True) as transaction:
             identity = SCHEMA + b" " + self._uuid.encode()
             if transaction.get(b"identity", db=self._databases[b"meta"]) != identity:
@@ -214,13 +215,16 @@ class Environment:
             self._remove()
             self._open_lmdb()
 
-    def put(self, items: Mapping[bytes, Mapping[str, bytes]]) -> None:
-        """Store all items of some databases in one transaction; its seal takes a look at all used pages."""
+    def put(self, items: Mapping[bytes, Mapping[str, bytes | None]]) -> None:
+        """Store all items of some databases in one transaction (None: remove); its seal reads all used pages."""
         with self._locked():
             self._follow()
             with self._env.begin(write=True) as transaction:
                 for database, of_it in items.items():
                     for key, data in of_it.items():
+                        if data is None:
+                            transaction.delete(key.encode(), db=self._databases[database])
+                            continue
                         value = self._checksum(database, key.encode(), data) + data
                         transaction.put(key.encode(), value, db=self._databases[database])
             self._seal()

@@ -11,5 +11,6 @@ recoverable.py    recover the content of a damaged record
 report.py         the result: problems, damaged snapshots, commands
 verify_wanted.py  rebuild the chunks that a restore is about to read
 fallback.py       restore the newest snapshot that every rank can read whole
+mark_damage.py    tell later choices, saves and gcs of the damage that a restore has found
 newest_whole.py   the snapshot to resume from if the newest one cannot be restored
 """

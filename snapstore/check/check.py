@@ -58,6 +58,8 @@ def check(
     require_level(level)
     records = scan_records(context)
     scan = scan_objects(context, records, level, share=share, subset=subset, max_decoded_bytes=max_decoded_bytes)
+    if level == "restore":  # every other snapshot was rebuilt, to the last chunk
+        context.index.marks.keep_only((*scan.report.damaged, *scan.report.unknown))
     lost = {key for key in scan.records.unreadable if recover_record(context, scan.records, key) is None}
     instead = f"abandons the snapshot; to keep it, {COPY}"
     problems = [

@@ -37,6 +37,7 @@ from ..restore.overlaps import Overlap
 from ..restore.pipeline import BeforeFill, deleted_meanwhile
 from ..state.fill.buffers import Want
 from ..text import log, some, strip_hint
+from .mark_damage import mark_damaged
 from .verify_chunks import tensor_of
 from .verify_wanted import LostChunk, first_lost
 
@@ -44,34 +45,29 @@ from .verify_wanted import LostChunk, first_lost
 Fill = Callable[[Context, Snapshot, BeforeFill], Snapshot]
 
 
-class SkippedSnapshot(NamedTuple):
-    """A snapshot that a restore has skipped.
-
-    Attributes:
-        step, id: of the snapshot.
-        why: its damage, in words.
-    """
-
-    step: int
-    id: str
-    why: str
-
-
 @dataclass
 class Skipped:
     """The snapshots that a restore with `fallback=Skipped()` skipped; each restore fills it again.
 
     Attributes:
-        snapshots: (step, id, why) of each, in the order in which they were tried: the newest first.
+        snapshots: (step, id, why) of each; `why` is its damage in words.
     """
 
-    snapshots: list[SkippedSnapshot] = field(default_factory=list)
+    snapshots: list[tuple[int, str, str]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.snapshots)
 
     def __len__(self) -> int:
         return len(self.snapshots)
+
+
+class SkippedSnapshot(NamedTuple):
+    """A snapshot that a restore has skipped, as in `Skipped`."""
+
+    step: int
+    id: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,10 @@ class Choice:
         return cls(key, [SkippedSnapshot(*one) for one in skipped])
 
 
-class Candidates:
-    """The snapshots of a run that may be restored, in the order in which they are tried.
+class RestoreCandidates:
+    """The snapshots of a run that may be restored, in the order in which they are tried: the newest first.
+
+    Those that are marked as damaged in the index are skipped without a read. They are tried only if no other is whole.
 
     Args:
         first: the newest one that is wanted; None: the newest of the run.
@@ -109,22 +107,24 @@ class Candidates:
     """
 
     def __init__(self, context: Context, run: str, view: View, first: Snapshot | None) -> None:
-        self.context, self._run = context, run
+        self.context, self._run, self._view = context, run, view
         self.skipped: list[SkippedSnapshot] = []
         self._current: Snapshot | None = None
         found = view.snapshots(run)[::-1]
         if first is not None:
             found = [s for s in found if (s.seq, s.id) <= (first.seq, first.id)]
             found = found if first.id in {s.id for s in found} else [first, *found]
-        self._left = found
-        whys, self._unread = view.unknown(run), frozenset(view.unread)
-        self._unknown = {
-            name: (key, whys.get(key, "its record is not known"), known, step)
-            for (name, (key, known)), step in zip(
-                view.unknown_ids(run).items(), view.unknown_steps(run).values(), strict=True
-            )
-            if first is None or (known is None and step <= first.step) or (known and known.seq <= first.seq)
-        }
+        self._marked = [s for s in found if context.index.marks.why(s)]
+        self._left = [s for s in found if not context.index.marks.why(s)]
+        self._to_note = list(self._marked)  # those that are not among `skipped` yet
+        steps, unknown = view.unknown_steps(run), view.unknown_ids(run)
+        self._unknown = {name: (steps[name], *of) for name, of in unknown.items()}  # (step, key, another revision)
+        if first is not None:
+            self._unknown = {
+                name: (step, key, known)
+                for name, (step, key, known) in self._unknown.items()
+                if (step <= first.step if known is None else (known.seq, name) < (first.seq, first.id))
+            }
 
     def next(self) -> Choice:
         """Return the next one to try.
@@ -132,38 +132,62 @@ class Candidates:
         Raises:
             IntegrityError: none is left.
             StorageError: a record that may be newer is withheld: it may be whole.
+            UnknownFormatError: a record that may be newer is of another release.
         """
         following = self._left.pop(0) if self._left else None
         self._skip_unknown(following)
+        for s in list(self._to_note):
+            if following is None or (s.seq, s.id) > (following.seq, following.id):
+                self._to_note.remove(s)
+                self._note(s.step, s.id, f"marked in the index: {self.context.index.marks.why(s)}")
+        if following is None and self._marked:
+            following = self._marked.pop(0)
+            log.warning("%s is marked as damaged, but no other snapshot is whole: it is tried again", following.ref)
         if following is None:
             raise self._none_left()
         self._current = following
-        return Choice(following.key, list(self.skipped))
+        return Choice(following.key, self._skipped())
+
+    def _skipped(self) -> list[SkippedSnapshot]:
+        """Return those skipped, without the one that is tried."""
+        return [one for one in self.skipped if self._current is None or one.id != self._current.id]
+
+    def agreed(self) -> Choice:
+        """Return the choice that the last one is restored."""
+        return Choice("", self._skipped())
 
     def skip(self, why: str) -> Choice:
-        """Skip the last one that was returned, and return the next one; raises as `next` does."""
+        """Skip the last one that was returned, mark it, and return the next one; raises as `next` does."""
         assert self._current is not None
         self._note(self._current.step, self._current.id, why)
+        self.context.index.marks.add(self._current, why)
         return self.next()
 
     def _skip_unknown(self, following: Snapshot | None) -> None:
         """Skip the records that are not known, and may be newer than the one that follows."""
-        for name, (key, why, known, step) in list(self._unknown.items()):
+        whys = self._view.unknown(self._run)
+        for name, (step, key, known) in sorted(self._unknown.items(), key=lambda one: -one[1][0]):
             if following is not None and known is not None and (known.seq, name) < (following.seq, following.id):
                 continue
             del self._unknown[name]
-            if key in self._unread:
-                self._require_damage(key)
-            self._note(step, name, f"its record {key}: {strip_hint(why).removeprefix(f'{key}: ')}")
+            self._require_damage(key)
+            why = strip_hint(whys.get(key, "is gone")).removeprefix(f"{key}: ")
+            self._note(step, name, f"its record {key}: {why}")
 
     def _require_damage(self, key: str) -> None:
-        """Raise StorageError unless the disk cannot read a record: a withheld one may be whole."""
+        """Raise unless a record is damaged: a withheld one, or one of another release, may be whole."""
         store = self.context.store
-        with suppress(*DAMAGE):
+        try:
             read_object_twice(store, lambda: read_small(store, Snapshot, key))
+        except CapabilityError:
+            raise
+        except DAMAGE:
+            return
+        if key in self._view.unread:
             raise StorageError(f"{key}: could not be read, and now can: restore again")
 
     def _note(self, step: int, name: str, why: str) -> None:
+        self.skipped = [one for one in self.skipped if one.id != name]
         self.skipped.append(SkippedSnapshot(step, name, why))
         log.warning("%s@%d (id:%s) is skipped: %s", self._run, step, name[:12], why)
 
@@ -175,7 +199,7 @@ class Candidates:
         )
 
 
-def candidates(context: Context, run: str, first: Snapshot | None = None) -> Candidates:
+def candidates(context: Context, run: str, first: Snapshot | None = None) -> RestoreCandidates:
     """Return the snapshots of a run to try, from `first` on; None: from the newest.
 
     Raises:
@@ -187,7 +211,7 @@ def candidates(context: Context, run: str, first: Snapshot | None = None) -> Can
         view = context.index.refresh(list_twice=True)  # one wrong answer proves nothing
     if first is None and not view.snapshots(run) and not view.unknown_ids(run):
         raise NotFoundError(f"run {run!r}: has no committed snapshot in {context.store.url} to restore")
-    return Candidates(context, run, view, first)
+    return RestoreCandidates(context, run, view, first)
 
 
 class Agreement(Protocol):
@@ -209,7 +233,7 @@ class Agreement(Protocol):
 class Alone:
     """The agreement of one process with itself."""
 
-    def __init__(self, found: Candidates) -> None:
+    def __init__(self, found: RestoreCandidates) -> None:
         self._found = found
 
     def first(self) -> Choice:
@@ -229,9 +253,9 @@ class Together:
         asked: the snapshot that the ranks restore, in questions.
     """
 
-    def __init__(self, questions: Questions, asked: str, find: Callable[[], Candidates]) -> None:
+    def __init__(self, questions: Questions, asked: str, find: Callable[[], RestoreCandidates]) -> None:
         self._questions, self._find, self._asked, self._tries = questions, find, asked, 0
-        self._found: Candidates | None = None
+        self._found: RestoreCandidates | None = None
 
     def first(self) -> Choice:
         """Return rank 0's first choice."""
@@ -254,7 +278,7 @@ class Together:
         return Choice.of(self._questions.vote(question, messages.encode(vote), answer))
 
 
-def decided(found: Candidates, votes: Sequence[Vote]) -> Choice:
+def decided(found: RestoreCandidates, votes: Sequence[Vote]) -> Choice:
     """Return the choice that follows from the votes of all ranks, by rank.
 
     Raises:
@@ -264,7 +288,7 @@ def decided(found: Candidates, votes: Sequence[Vote]) -> Choice:
         if vote.failed is not None:
             raise messages.raised(vote.failed, 0)
     whys = [(f"rank {rank}: " if len(votes) > 1 else "") + vote.why for rank, vote in enumerate(votes) if vote.why]
-    return found.skip(some(whys, 2)) if whys else Choice("", list(found.skipped))
+    return found.skip(some(whys, 2)) if whys else found.agreed()
 
 
 class _LostError(Exception):
@@ -292,9 +316,12 @@ class _EndedError(Exception):
 
 
 def restore_newest_whole(
-    context: Context, agreement: Agreement, fill: Fill, rank: int = 0
+    context: Context, agreement: Agreement, fill: Fill, *, rank: int = 0, may_write: bool = True
 ) -> tuple[Snapshot, list[SkippedSnapshot]]:
     """Fill a state from the first choice that every rank finds whole; return the snapshot, and those skipped.
+
+    Args:
+        may_write: put damaged packs in quarantine, as far as the store lets this process.
 
     Raises:
         InvalidInputError, CapabilityError: as `pipeline.read_into`; nothing was written, unless the error says so.
@@ -302,14 +329,16 @@ def restore_newest_whole(
         IntegrityError: no snapshot is whole; or the chosen one became damaged while it was read.
         RanksError: a rank does not answer.
     """
-    return _Fallback(context, agreement, fill, rank).run()
+    return _Fallback(context, agreement, fill, rank, may_write).run()
 
 
 class _Fallback:
     """One restore on one rank."""
 
-    def __init__(self, context: Context, agreement: Agreement, fill: Fill, rank: int) -> None:
-        self._context, self._agreement, self._fill, self._rank = context, agreement, fill, rank
+    def __init__(self, context: Context, agreement: Agreement, fill: Fill, rank: int, may_write: bool) -> None:
+        self._context, self._agreement, self._fill = context, agreement, fill
+        self._rank, self._may_write = rank, may_write
+        self._snapshot: Snapshot | None = None  # that is tried
         self._agreed: Choice | None = None
 
     def run(self) -> tuple[Snapshot, list[SkippedSnapshot]]:
@@ -322,6 +351,9 @@ class _Fallback:
             except _PassedError as passed:
                 choice = passed.choice
             except _LostError as lost:
+                if self._snapshot is not None:
+                    of, chunk = self._snapshot, lost.chunk
+                    mark_damaged(self._context, of, lost.why, chunk, may_write=self._may_write)
                 choice = self._agreement.settle(Vote(why=strip_hint(lost.why)[:400]))
             except Exception as error:
                 if self._agreed is None:
@@ -339,9 +371,9 @@ class _Fallback:
             _LostError: it is damaged.
             _PassedError, _EndedError: the ranks have decided so.
         """
-        store = self._context.store
+        store, self._snapshot = self._context.store, None
         try:
-            snapshot = read_object_twice(store, lambda: read_small(store, Snapshot, key))
+            snapshot = self._snapshot = read_object_twice(store, lambda: read_small(store, Snapshot, key))
         except CapabilityError:
             raise
         except DAMAGE as error:

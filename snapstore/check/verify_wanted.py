@@ -6,6 +6,7 @@ its digest. The bytes are not kept: chunks are rebuilt in spans of SPAN_BYTES, a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +17,8 @@ from ..arrays import Bytes, Column
 from ..catalog.read_twice import read_object_twice, require_damage
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
-from ..errors import DAMAGE, CapabilityError, SnapstoreError, StorageError
+from ..errors import DAMAGE, CapabilityError, IntegrityError, SnapstoreError, StorageError, UnknownFormatError
+from ..format.keys import pack_key
 from ..format.manifests.manifest import Manifest
 from ..restore.overlaps import Overlap
 
@@ -78,6 +80,8 @@ def _first_lost_in(context: Context, m: Manifest, rows: Column, room: Bytes) -> 
     try:
         _rebuild(context, m, rows, room)
         return None
+    except UnknownFormatError:
+        pass  # its pack tells whether a bit of its version has flipped
     except CapabilityError:
         raise
     except (*DAMAGE, StorageError) as error:
@@ -85,12 +89,29 @@ def _first_lost_in(context: Context, m: Manifest, rows: Column, room: Bytes) -> 
     for row in rows.tolist():
         try:
             read_object_twice(context.store, partial(_rebuild, context, m, np.array([row]), room))
-        except CapabilityError:
-            raise
+        except CapabilityError as error:
+            if not (isinstance(error, UnknownFormatError) and _is_altered(context, m, row)):
+                raise
+            return LostChunk(m, row, IntegrityError(f"{error}; the SHA-256 of its pack is another: it is altered"))
         except DAMAGE as error:
             error.__cause__ = error.__context__ = None
             return LostChunk(m, row, error.with_traceback(None))  # whose frames hold the memory
     return None
+
+
+def _is_altered(context: Context, m: Manifest, row: int) -> bool:
+    """Return whether a pack of a chunk's chain has another SHA-256 than its name, in two reads."""
+    sizes, refs = m.header.pack_size_list, m.table.refs_of(np.array([row]))
+
+    def altered(number: int) -> bool:
+        name = m.header.pack_names[number]
+        try:
+            data = context.store.get(pack_key(name), limit_bytes=max(sizes[number], 1))
+        except DAMAGE:
+            return True
+        return hashlib.sha256(data).hexdigest() != name
+
+    return any(altered(number) and altered(number) for number in np.unique(m.table.ref_packs[refs]).tolist())
 
 
 def _rebuild(context: Context, m: Manifest, rows: Column, room: Bytes) -> None:

@@ -58,7 +58,7 @@ class Putter:
         id: of the session; packs and manifests carry it.
         made_for: the record's id and revision, as packs and manifests state it.
         written: keys of the packs and manifests that were put, or may have been.
-        quarantined: keys of the packs in quarantine; empty before they are looked for.
+        quarantined: keys of the packs in quarantine, or known to be damaged; empty before they are looked for.
         watch: called with every heartbeat; what it raises ends the work.
     """
 
@@ -142,7 +142,7 @@ class Claim(Putter):
     def marked(self) -> set[str] | None:
         """Set `quarantined`, and return the keys that gcs want to delete; None if a mark cannot be read."""
         keys = list(listed(self.store, "gc/"))
-        self.quarantined = quarantined_names(keys)
+        self.quarantined = quarantined_names(keys) | self._context.index.marks.packs()
         try:
             return marked_keys(self.store, keys)
         except (IntegrityError, FormatError, StorageError) as error:

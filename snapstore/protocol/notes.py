@@ -1,7 +1,7 @@
 """Notes: read the objects below `gc/`: marks, and packs in quarantine.
 
-A mark announces what a gc will delete; one that is listed and cannot be read may name any object. A repair puts a pack
-that it has found damaged in quarantine: no save builds on it, and no gc deletes it.
+A mark announces what a gc will delete; one that is listed and cannot be read may name any object. A repair, or a
+restore with fallback, puts a pack that it has found damaged in quarantine: no save builds on it, and no gc deletes it.
 
 In: keys below `gc/`, and records. Out: marks, keys of packs and manifests, ids of snapshots.
 """
@@ -9,14 +9,24 @@ In: keys below `gc/`, and records. Out: marks, keys of packs and manifests, ids 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import msgspec
 
 from ..catalog.needed_keys import all_needed_keys
 from ..catalog.read_twice import listed
 from ..context import Context
-from ..errors import FormatError, IntegrityError, NotFoundError, SnapstoreError
+from ..errors import (
+    AlreadyExistsError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    SnapstoreError,
+    StorageError,
+)
 from ..format import records
 from ..format.keys import lost_names, notes_of_gc, pack_key, quarantined_names
-from ..format.records import SWEPT, Lost, Mark, Snapshot
+from ..format.records import SWEPT, Lost, Mark, Quarantine, Snapshot
 from ..storage.base import ObjectStore
 from ..text import log
 
@@ -82,15 +92,34 @@ def in_quarantine(store: ObjectStore) -> set[str]:
 def in_need_of_quarantined(context: Context, snapshots: Sequence[Snapshot]) -> set[str]:
     """Return the ids of the snapshots that need a pack in quarantine, or whose manifest a repair has not found.
 
-    A healed snapshot needs none. Without notes, no manifest is read.
+    A healed snapshot needs none. Snapshots that the local index knows to be damaged count too. Without notes, no
+    manifest is read.
     """
     notes = listed(context.store, "gc/")
     damaged, found = quarantined_names(notes), lost_names(notes) & {s.id for s in snapshots}
+    found |= {s.id for s in snapshots if context.index.marks.why(s)}
     if damaged:
         found |= {
             s.id for s, keys in all_needed_keys(context.index, snapshots) if not isinstance(keys, set) or keys & damaged
         }
     return found
+
+
+def put_note(store: ObjectStore, note: Quarantine | Lost) -> None:
+    """Put a note; raise StorageError unless it is listed then: else saves would build on the pack."""
+    with suppress(AlreadyExistsError):  # somebody else has noted the same
+        store.put(note.key, records.encode(note))
+    if note.key not in listed(store, "gc/"):  # or policies would count the snapshot
+        raise StorageError(f"{note.key} in {store.url}: was put and is not listed; repair again")
+
+
+def put_quarantine(store: ObjectStore, note: Quarantine) -> None:
+    """Put a pack in quarantine, beside other notes only if this one names misbuilt blobs; raises as `put_note`."""
+    if pack_key(note.pack) in in_quarantine(store):
+        if not note.blobs:
+            return
+        note = msgspec.structs.replace(note, id=records.new_id())
+    put_note(store, note)
 
 
 def has_bytes(context: Context, snapshot: Snapshot) -> bool:

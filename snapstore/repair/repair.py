@@ -34,7 +34,7 @@ import msgspec
 from ..catalog.config import is_foreign
 from ..catalog.history import DROPPED, View
 from ..catalog.needed_keys import all_needed_keys
-from ..catalog.read_twice import expecting_damage, listed, read_small, tried
+from ..catalog.read_twice import expecting_damage, read_small, tried
 from ..check.recoverable import recover_record
 from ..check.report import (
     ACCEPT,
@@ -59,12 +59,12 @@ from ..errors import (
     ConflictError,
     NotFoundError,
     SnapstoreError,
-    StorageError,
 )
 from ..format import records
 from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
 from ..protocol import gc, liveness, revisions
+from ..protocol.notes import put_note
 from ..text import log, strip_hint
 from .heal import Healer, Healing, renew_list
 from .report import RepairAction, RepairResult
@@ -123,6 +123,8 @@ class _Repair:
         self._write_vanished_records()
         self._write_damaged_records(drop)
         self._scan = scan_objects(self._context, self._records, self._level)
+        if self._level == "restore":  # every other snapshot was rebuilt, to the last chunk
+            self._context.index.marks.keep_only((*self._scan.report.damaged, *self._scan.report.unknown))
         self._ruling = dict(self._scan.records.ruling)
         self._report.found = self._scan.report
         self._date_sessions()
@@ -310,7 +312,7 @@ class _Repair:
         for key in fresh:
             note = self._note(key, scan.packs.why.get(key, "a blob does not rebuild its chunk"))
             message = f"{key}: goes into quarantine: no save builds on it, no gc deletes it"
-            self._do("quarantine", note.key, message, partial(self._put_note, note))
+            self._do("quarantine", note.key, message, partial(put_note, self._store, note))
         damaged = quarantined_names(self._records.damaged_small) if self._level == "restore" else set()
         for key in sorted(quarantined - scan.recovered):
             noted = self._records.noted_blobs.get(key, frozenset())
@@ -335,17 +337,11 @@ class _Repair:
         for name in sorted(lacking.keys() - (self._records.noted_lost - lost_names(self._records.damaged_small))):
             lost = Lost(id=name, found=time.time(), reason=lacking[name][:500])
             message = f"{ruling[name].ref}: no policy counts it, since it lacks a manifest"
-            self._do("quarantine", lost.key, message, partial(self._put_note, lost))
+            self._do("quarantine", lost.key, message, partial(put_note, self._store, lost))
         for name in sorted(scan.found_again):
             found = Lost(id=name, found=0, reason="").key
             message = f"{ruling[name].ref}: has all its manifests again, or was collected: policies may count it"
             self._do("release", found, message, partial(self._store.delete, [found]))
-
-    def _put_note(self, note: Quarantine | Lost) -> None:
-        with suppress(AlreadyExistsError):  # another repair has noted the same
-            self._store.put(note.key, records.encode(note))
-        if note.key not in listed(self._store, "gc/"):  # else saves would build on the pack, or policies count it
-            raise StorageError(f"{note.key} in {self._store.url}: was put and is not listed; repair again")
 
     def _renew(self, key: str, note: Quarantine) -> None:
         """Put a note beside the other notes of its pack, and only then remove the notes that name no other blobs.
@@ -353,7 +349,7 @@ class _Repair:
         If a pack had no note for a moment, a save that begins then would build on it, and a gc would delete it.
         """
         note = msgspec.structs.replace(note, id=records.new_id())
-        self._put_note(note)
+        put_note(self._store, note)
         for old in self._records.quarantine_notes:
             if quarantined_names([old]) == {key}:
                 with expecting_damage():  # a damaged one says nothing

@@ -64,7 +64,7 @@ class _FilledState:
             add_line(error, PARTLY_FILLED)
 
 
-class _Options(TypedDict, total=False):
+class _ReadOptions(TypedDict, total=False):
     """Arguments of `restore`."""
 
     keys: str | Sequence[str] | Fit | None
@@ -93,7 +93,7 @@ def read(
 
 
 def _read(
-    context: Context, ref: str | Snapshot, target: _FilledState, **options: Unpack[_Options]
+    context: Context, ref: str | Snapshot, target: _FilledState, **options: Unpack[_ReadOptions]
 ) -> tuple[Snapshot, Any]:
     def restored(snapshot: Snapshot) -> tuple[Snapshot, Any]:
         with out_of_memory(f"restore {snapshot.ref}", "free memory, restore parts of it with keys, or onto a device"):

@@ -36,8 +36,9 @@ from snapstore import (
     KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, LazyTensors, ManifestRef, NotFoundError,
     Mismatches, NameOptions,
     ObjectInfo, ObjectStore, PerRank, Policy, Problem, RankValues, Ranks, RanksError, RecodeResult, RepairAction,
-    RepairResult, Repository, ResumableLoader, RngState, SaveHandle, SaveOptions, Snapshot, SnapshotLike, SnapshotList,
-    SnapshotManager, SnapstoreError, StatsResult, StorageError, StorageFullError, TensorDiff, TensorHandle, TorchRanks,
+    RepairResult, Repository, ResumableLoader, RngState, SaveHandle, SaveOptions, Skipped, Snapshot, SnapshotLike,
+    SnapshotList, SnapshotManager, SnapstoreError, StatsResult, StorageError, StorageFullError, TensorDiff,
+    TensorHandle, TorchRanks,
     UnknownFormatError, UnsupportedLeafError, Unpacked, Usage, UsageResult, View, resumable,
 )
 
@@ -67,6 +68,9 @@ def training(path: Path, state: dict[str, Any]) -> None:
         assert_type(snapshots.restore(10, part=None, rename={"a": "b"}), dict[Any, Any])
         assert_type(snapshots.restore_into(state, "best"), Snapshot)
         assert_type(snapshots.restore_into(state, strict=False, part="model", rename={"a": "b"}), Snapshot)
+        assert_type(snapshots.restore_into(state, fallback=True), Snapshot)
+        assert_type(snapshots.restore_into(state, fallback=(skipped := Skipped())), Snapshot)
+        assert_type(skipped.snapshots, list[tuple[int, str, str]])
         assert_type(snapshots.restore(10, keys=["model.*"], device="cpu"), dict[Any, Any])
         snapshots.wait_until_finished()
         snapshots.check_for_errors()

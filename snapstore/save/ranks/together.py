@@ -426,6 +426,7 @@ def shared_session(context: Context, run: str, begin: Begin, watch: Callable[[],
         except (*DAMAGE, StorageError) as error:
             log.warning("run=%s base %s cannot be used: %s", run, key, error)
     session = SharedSession(context, run, begin.step, begin.id, bases, watch)
+    session.quarantined = context.index.marks.packs()
     if begin.quarantine:
-        session.quarantined = quarantined_names([info.key for info in context.store.list("gc/")])
+        session.quarantined |= quarantined_names([info.key for info in context.store.list("gc/")])
     return session

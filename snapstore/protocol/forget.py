@@ -101,12 +101,18 @@ def forget_snapshots(
     check_list("refs", refs)
     view = context.index.refresh()
     chosen = list({s.id: s for s in (view.resolve(ref, (COMMITTED,)) for ref in refs)}.values())
+    whole = {} if force else {run: _newest_whole(context, view, run) for run in {s.run for s in chosen}}
     for snapshot in chosen:
         view.require_last(snapshot)
         if snapshot.tags:
             raise InvalidInputError(f"{snapshot.ref}: is tagged {', '.join(snapshot.tags)}; untag it first")
         if snapshot == view.newest(snapshot.run) and not force:
             raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, needed to resume; pass force (--force)")
+        if snapshot == whole.get(snapshot.run):
+            raise InvalidInputError(
+                f"{snapshot.ref}: is the newest of its run that is not known to be damaged, needed to resume; pass force "
+                "(--force)"
+            )
     if not dry_run:
         chosen = revisions.forget(context, chosen, policy="", reason=NAMED)
     return ForgetResult([], chosen, dry_run)
@@ -194,6 +200,17 @@ class _Space:
         """Let a snapshot that was taken need its objects again."""
         self.freed -= self.only(snapshot)
         self._users.update(self._keys[snapshot.id])
+
+
+def _newest_whole(context: Context, view: View, run: str) -> Snapshot | None:
+    """Return the newest snapshot of a run that is not known to be damaged; None if there is none.
+
+    If all need packs in quarantine, it is the newest one without a mark: it may need only intact blobs of them.
+    """
+    snapshots = view.snapshots(run)[::-1]
+    damaged = in_need_of_quarantined(context, snapshots)
+    whole = [s for s in snapshots if s.id not in damaged]
+    return next(iter(whole or [s for s in snapshots if not context.index.marks.why(s)]), None)
 
 
 def unforget(context: Context, ref: str) -> Snapshot:

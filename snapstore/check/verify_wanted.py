@@ -23,7 +23,7 @@ from ..format.manifests.manifest import Manifest
 from ..restore.overlaps import Overlap
 
 #: Chunks are rebuilt in spans of at most this much, or one by one [plain bytes].
-SPAN_BYTES = 32 * 1024 * 1024
+SPAN_BYTES = 8 * 1024 * 1024
 
 
 class LostChunk(NamedTuple):

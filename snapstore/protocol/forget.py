@@ -110,8 +110,8 @@ def forget_snapshots(
             raise InvalidInputError(f"{snapshot.ref}: is the newest of its run, needed to resume; pass force (--force)")
         if snapshot == whole.get(snapshot.run):
             raise InvalidInputError(
-                f"{snapshot.ref}: is the newest of its run that is not known to be damaged, needed to resume; pass force "
-                "(--force)"
+                f"{snapshot.ref}: is the newest of its run that is not known to be damaged, needed to resume; pass "
+                "force (--force)"
             )
     if not dry_run:
         chosen = revisions.forget(context, chosen, policy="", reason=NAMED)

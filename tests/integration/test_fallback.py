@@ -596,7 +596,7 @@ def test_memory_is_that_of_a_restore(tmp_path: Path) -> None:
     with SnapshotManager(tmp_path / "r", run="a", async_save=False) as manager, pytest.MonkeyPatch.context() as patch:
         manager.save(1, state)
         peaks = []
-        for span, options in ((0, {}), (2 << 20, {"fallback": True}), (16 << 20, {"fallback": True})):
+        for span, options in ((0, {}), (2 << 20, {"fallback": True}), (verify_wanted.SPAN_BYTES, {"fallback": True})):
             patch.setattr(verify_wanted, "SPAN_BYTES", span)
             manager.restore_into(target)  # takes buffers, which are kept
             tracemalloc.start()
@@ -759,7 +759,7 @@ def test_the_training_goes_on(tmp_path: Path) -> None:
         result = repository.check(level="restore")
         assert {s.id for s in result.damaged} == {needs(1)[0].snapshot.id}
         assert {one.id for one in saved_again} <= {s.id for s in result.restorable}
-        repository.repair(apply=True, drop=True)
+        repository.repair(apply=True, drop=True, purge=True)
         repository.gc()
         assert repository.check(level="restore").damaged == []
         found = repository.snapshots("a")

@@ -7,7 +7,7 @@ ranks, rank 0 chooses the snapshot, so all ranks restore the same one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Unpack, overload
@@ -30,7 +30,7 @@ from .context import Context
 from .copy.mirror import Mirror
 from .distributed.choose import place
 from .distributed.questions import V
-from .errors import InvalidInputError, NotFoundError, StorageError
+from .errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
 from .format import records
 from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .options import SaveOptions
@@ -448,9 +448,14 @@ class Steps:
         self._wait_idle()
 
         def find() -> RestoreCandidates:
-            context = self._nearest(step)
-            first = None if step is None else context.index.refresh().resolve(self._local_ref(context, step))
-            return candidates(context, self.run, first)
+            context = self.repository.context
+            with suppress(IntegrityError):  # a record that may be newer is damaged: it is skipped
+                context = self._nearest(step)
+            number = step if isinstance(step, int) else None
+            found = candidates(context, self.run, None if step is None else self._local_ref(context, step), number)
+            if self._mirror is not None:
+                found.bring_back = self._mirror.bring_back
+            return found
 
         context, asked = self.repository.context, f"restore {retention.named_step(step)}"
         agreement: Agreement

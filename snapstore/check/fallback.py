@@ -39,10 +39,11 @@ from ..state.fill.buffers import Want
 from ..text import log, some, strip_hint
 from .mark_damage import mark_damaged
 from .verify_chunks import tensor_of
-from .verify_wanted import LostChunk, first_lost
+from .verify_wanted import LostChunk, first_lost, lost_chunk_in
 
 #: Fills the state from a snapshot; calls its last argument before anything of the state changes.
 Fill = Callable[[Context, Snapshot, BeforeFill], Snapshot]
+BringBack = Callable[[Snapshot], Snapshot | None]
 
 
 @dataclass
@@ -100,14 +101,18 @@ class RestoreCandidates:
 
     Args:
         first: the newest one that is wanted; None: the newest of the run.
+        named: the step that was asked for, if its record is damaged, and `first` is the newest one below it.
 
     Attributes:
         context: of the repository.
+        bring_back: brings the bytes of a damaged snapshot back from elsewhere; it returns its new revision, or None.
         skipped: those that were skipped so far.
     """
 
-    def __init__(self, context: Context, run: str, view: View, first: Snapshot | None) -> None:
+    def __init__(self, context: Context, run: str, view: View, first: Snapshot | None, named: int | None) -> None:
         self.context, self._run, self._view = context, run, view
+        self.bring_back: BringBack = lambda snapshot: None
+        self._brought = set[str]()
         self.skipped: list[SkippedSnapshot] = []
         self._current: Snapshot | None = None
         found = view.snapshots(run)[::-1]
@@ -120,10 +125,11 @@ class RestoreCandidates:
         steps, unknown = view.unknown_steps(run), view.unknown_ids(run)
         self._unknown = {name: (steps[name], *of) for name, of in unknown.items()}  # (step, key, another revision)
         if first is not None:
+            last_step = max(first.step, named or 0)
             self._unknown = {
                 name: (step, key, known)
                 for name, (step, key, known) in self._unknown.items()
-                if (step <= first.step if known is None else (known.seq, name) < (first.seq, first.id))
+                if (step <= last_step if known is None else (known.seq, name) < (first.seq, first.id))
             }
 
     def next(self) -> Choice:
@@ -139,6 +145,11 @@ class RestoreCandidates:
         for s in list(self._to_note):
             if following is None or (s.seq, s.id) > (following.seq, following.id):
                 self._to_note.remove(s)
+                if (healed := self._healed(s)) is not None:
+                    self._marked.remove(s)
+                    self._left[:0] = [following] if following is not None else []
+                    following = healed
+                    break
                 self._note(s.step, s.id, f"marked in the index: {self.context.index.marks.why(s)}")
         if following is None and self._marked:
             following = self._marked.pop(0)
@@ -159,9 +170,20 @@ class RestoreCandidates:
     def skip(self, why: str) -> Choice:
         """Skip the last one that was returned, mark it, and return the next one; raises as `next` does."""
         assert self._current is not None
-        self._note(self._current.step, self._current.id, why)
         self.context.index.marks.add(self._current, why)
+        if (healed := self._healed(self._current)) is not None:
+            self._current = healed
+            return Choice(healed.key, self._skipped())
+        self._note(self._current.step, self._current.id, why)
         return self.next()
+
+    def _healed(self, snapshot: Snapshot) -> Snapshot | None:
+        """Return the revision of a damaged snapshot whose bytes were brought back; None if none were."""
+        if snapshot.id in self._brought:
+            return None
+        self._brought.add(snapshot.id)
+        found = self.bring_back(snapshot)
+        return found if found is not None and not self.context.index.marks.why(found) else None
 
     def _skip_unknown(self, following: Snapshot | None) -> None:
         """Skip the records that are not known, and may be newer than the one that follows."""
@@ -199,19 +221,31 @@ class RestoreCandidates:
         )
 
 
-def candidates(context: Context, run: str, first: Snapshot | None = None) -> RestoreCandidates:
-    """Return the snapshots of a run to try, from `first` on; None: from the newest.
+def candidates(context: Context, run: str, ref: str | None = None, step: int | None = None) -> RestoreCandidates:
+    """Return the snapshots of a run to try: the one of a reference and older ones; None: from the newest.
+
+    Args:
+        step: that the reference names. If its record is damaged, the snapshots of lower steps are tried.
 
     Raises:
-        NotFoundError: the run has no snapshot, and no record of it is unknown.
+        NotFoundError: the run has no snapshot, and no record of it is unknown; or the reference names nothing.
+        IntegrityError: the reference names no step, and the record that it may mean is damaged.
         StorageError: the listing failed.
     """
     view = context.index.refresh()
     if view.unknown(run):
         view = context.index.refresh(list_twice=True)  # one wrong answer proves nothing
+    first = None
+    if ref is not None:
+        try:
+            first = view.resolve(ref)
+        except IntegrityError:
+            first = next((s for s in view.snapshots(run)[::-1] if step is not None and s.step < step), None)
+            if first is None:
+                raise
     if first is None and not view.snapshots(run) and not view.unknown_ids(run):
         raise NotFoundError(f"run {run!r}: has no committed snapshot in {context.store.url} to restore")
-    return RestoreCandidates(context, run, view, first)
+    return RestoreCandidates(context, run, view, first, step)
 
 
 class Agreement(Protocol):
@@ -291,6 +325,10 @@ def decided(found: RestoreCandidates, votes: Sequence[Vote]) -> Choice:
     return found.skip(some(whys, 2)) if whys else found.agreed()
 
 
+def _why(lost: LostChunk) -> str:
+    return f"{tensor_of(lost.m, lost.row)}: {lost.error}"
+
+
 class _LostError(Exception):
     """The snapshot that is tried is damaged."""
 
@@ -316,12 +354,13 @@ class _EndedError(Exception):
 
 
 def restore_newest_whole(
-    context: Context, agreement: Agreement, fill: Fill, *, rank: int = 0, may_write: bool = True
+    context: Context, agreement: Agreement, fill: Fill, *, rank: int = 0, may_write: bool = True, verifies: bool = True
 ) -> tuple[Snapshot, list[SkippedSnapshot]]:
     """Fill a state from the first choice that every rank finds whole; return the snapshot, and those skipped.
 
     Args:
         may_write: put damaged packs in quarantine, as far as the store lets this process.
+        verifies: whether `fill` calls its last argument. What appears only when it is whole need not be verified.
 
     Raises:
         InvalidInputError, CapabilityError: as `pipeline.read_into`; nothing was written, unless the error says so.
@@ -329,15 +368,18 @@ def restore_newest_whole(
         IntegrityError: no snapshot is whole; or the chosen one became damaged while it was read.
         RanksError: a rank does not answer.
     """
-    return _Fallback(context, agreement, fill, rank, may_write).run()
+    fallback = _Fallback(context, agreement, fill, rank)
+    fallback.may_write, fallback.verifies = may_write, verifies
+    return fallback.run()
 
 
 class _Fallback:
     """One restore on one rank."""
 
-    def __init__(self, context: Context, agreement: Agreement, fill: Fill, rank: int, may_write: bool) -> None:
-        self._context, self._agreement, self._fill = context, agreement, fill
-        self._rank, self._may_write = rank, may_write
+    may_write = verifies = True
+
+    def __init__(self, context: Context, agreement: Agreement, fill: Fill, rank: int) -> None:
+        self._context, self._agreement, self._fill, self._rank = context, agreement, fill, rank
         self._snapshot: Snapshot | None = None  # that is tried
         self._agreed: Choice | None = None
 
@@ -351,18 +393,21 @@ class _Fallback:
             except _PassedError as passed:
                 choice = passed.choice
             except _LostError as lost:
-                if self._snapshot is not None:
-                    of, chunk = self._snapshot, lost.chunk
-                    mark_damaged(self._context, of, lost.why, chunk, may_write=self._may_write)
+                self._mark(lost)
                 choice = self._agreement.settle(Vote(why=strip_hint(lost.why)[:400]))
             except Exception as error:
                 if self._agreed is None:
                     with suppress(SnapstoreError):  # it comes back from rank 0
                         self._agreement.settle(Vote(failed=Failed.of(error, self._rank)))
                 raise
-            else:
-                assert self._agreed is not None
-                return snapshot, self._agreed.skipped
+            else:  # what appears only when it is whole was not verified before
+                agreed = self._agreed or self._agreement.settle(Vote())
+                return snapshot, agreed.skipped
+
+    def _mark(self, lost: _LostError) -> None:
+        """Mark the snapshot that is tried, and its damaged packs."""
+        if self._snapshot is not None:
+            mark_damaged(self._context, self._snapshot, lost.why, lost.chunk, may_write=self.may_write)
 
     def _tried(self, key: str) -> Snapshot:
         """Fill the state from the snapshot of a record.
@@ -389,8 +434,10 @@ class _Fallback:
                 if isinstance(error, NotFoundError):
                     self._require_there(snapshot, error)
                 require_damage(store, error)
-                if is_last:
-                    raise _LostError(str(error)) from None
+                chunk = lost_chunk_in(self._context, snapshot, pages_only=self.verifies)
+                if is_last or chunk is not None:
+                    why = str(error).removeprefix(f"{snapshot.ref} (id:{snapshot.id[:12]}): ")
+                    raise _LostError(_why(chunk) if chunk is not None else why, chunk) from None
         raise AssertionError("unreachable")
 
     def _require_there(self, snapshot: Snapshot, error: NotFoundError) -> None:
@@ -406,7 +453,7 @@ class _Fallback:
             return  # the snapshot is read again: it was rewritten meanwhile
         lost = first_lost(self._context, [overlap for found in overlaps.values() for overlap in found])
         if lost is not None:
-            raise _LostError(f"{tensor_of(lost.m, lost.row)}: {lost.error}", lost)
+            raise _LostError(_why(lost), lost)
         try:
             choice = self._agreement.settle(Vote())
         except SnapstoreError as error:

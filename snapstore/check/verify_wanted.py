@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +20,11 @@ from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
 from ..errors import DAMAGE, CapabilityError, IntegrityError, SnapstoreError, StorageError, UnknownFormatError
 from ..format.keys import pack_key
+from ..format.manifests import manifest
 from ..format.manifests.manifest import Manifest
+from ..format.manifests.rank_checks import read_children
+from ..format.records import Snapshot
+from ..restore.manifests import pages_of
 from ..restore.overlaps import Overlap
 
 #: Chunks are rebuilt in spans of at most this much, or one by one [plain bytes].
@@ -51,6 +56,27 @@ def first_lost(context: Context, overlaps: Iterable[Overlap]) -> LostChunk | Non
             wanted.setdefault(id(overlap.stored.m), (overlap.stored.m, []))[1].append(overlap.rows)
     found = (first_lost_of(context, m, np.unique(np.concatenate(rows))) for m, rows in wanted.values())
     return next((lost for lost in found if lost is not None), None)
+
+
+def lost_chunk_in(context: Context, snapshot: Snapshot, *, pages_only: bool) -> LostChunk | None:
+    """Return the first lost chunk of a snapshot, as far as its manifests can be read; None if there is none.
+
+    Args:
+        pages_only: look only among the chunks that hold the trees of its root manifests.
+    """
+    for ref in snapshot.manifests:
+        with suppress(*DAMAGE, StorageError):
+            m = manifest.read(context.store, ref, context.engines.digest_seed)
+            children = [] if pages_only else read_children(context.store, ref, m, context.engines.digest_seed)
+            pages = pages_of(m) or ()
+            rows = [box.first_chunk + np.arange(box.chunks) for page in pages for box in page.boxes]
+            chosen = np.unique(np.concatenate(rows)) if rows else np.arange(0)
+            found = first_lost_of(context, m, chosen if pages_only else np.arange(len(m.table)))
+            for child in children:
+                found = found or first_lost_of(context, child, np.arange(len(child.table)))
+            if found is not None:
+                return found
+    return None
 
 
 def first_lost_of(context: Context, m: Manifest, rows: Column) -> LostChunk | None:

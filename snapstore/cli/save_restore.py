@@ -14,7 +14,9 @@ from .app import PerRank, Place, Ref, Shell, UsageError, per_rank_of, size_of, v
 from .output import fields_json, line, note_changes, print_json, snapshot_json, spinner
 
 if TYPE_CHECKING:
+    from ..check.fallback import SkippedSnapshot
     from ..convert import Exported, ExportOptions
+    from ..format.records import Snapshot
     from ..repository import Repository
     from ..state.fill.fit import Fit
 
@@ -145,51 +147,127 @@ def restore(
     ] = False,
     per_rank: PerRank = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    fallback: Annotated[
+        bool, typer.Option("--fallback", help="If it is damaged, take the newest older snapshot that is whole.")
+    ] = False,
 ) -> None:
     """Verify the state of a snapshot and write it to a file; or a saved folder, to a new folder."""
     from ..storage.urls import expand_home
 
     output, names, rank = Path(expand_home(output)), _names(rename or []), per_rank_of(per_rank)
     with shell.repository() as repository:
-        from ..convert import ExportOptions, files
+        from ..convert import ExportOptions
         from ..state.fill.fit import Fit
 
-        fit = Fit(keys or None, part, names or None)
-        if not files.is_known(output) and fit == Fit() and per_rank is None and _unpack(shell, repository, ref, output):
-            return
-        files.check_output(output, force=force)
-        if tensors_only and files.format_of(output) == "torch":
-            raise UsageError(f"--tensors-only: {output} holds values of all types; name a .safetensors file")
-        with spinner(f"restoring {ref}"):
-            snapshot = repository.snapshot(ref)
-            # By id: the reference may name another snapshot now.
-            options = ExportOptions(tensors_only=tensors_only, force=force, per_rank=rank)
-            written = _write(repository, f"id:{snapshot.id}", output, fit, options)
+        options = ExportOptions(tensors_only=tensors_only, force=force, per_rank=rank)
+        write = _Output(repository, output, Fit(keys or None, part, names or None), options)
+        skipped: list[SkippedSnapshot] = []
+        if fallback:
+            document, skipped = write.newest_whole(ref)
+        else:
+            document = write(ref)
+    if fallback:
+        document["skipped"] = [one._asdict() for one in skipped]
     if shell.as_json:
+        print_json(document)
+        return
+    for one in skipped:
+        line(f"skipped step {one.step} (id:{one.id[:12]}): {one.why}")
+    line(write.text)
+    if write.exported is not None:
+        from ..convert import files
+
+        note_changes(write.exported, files.format_of(output))
+
+
+class _Output:
+    """The file or folder that a restore writes: it appears only when it is whole.
+
+    Attributes:
+        text: what was written, for people.
+        exported: what was written to a file; None: it was a folder.
+    """
+
+    def __init__(self, repository: Repository, output: Path, fit: Fit, options: ExportOptions) -> None:
+        self._repository, self._output, self._fit, self._options = repository, output, fit, options
+        self.text = ""
+        self.exported: Exported | None = None
+
+    def __call__(self, ref: str) -> dict[str, Any]:
+        """Write a snapshot; return what the shell prints in JSON."""
+        from ..snapshots import newest_whole_named
+
+        with newest_whole_named(self._repository.context, ref):
+            return self._write(ref)
+
+    def newest_whole(self, ref: str) -> tuple[dict[str, Any], list[SkippedSnapshot]]:
+        """Write a snapshot, or the newest older one that is whole; return (what the shell prints, those skipped)."""
+        from ..check.fallback import Alone, candidates, restore_newest_whole
+
+        context, (run, at, name) = self._repository.context, ref.rpartition("@")
+        if not at:
+            run = self._repository.snapshot(ref).run
+        named = None if at and name == "latest" else ref
+        found = candidates(context, run, named, int(name) if at and name.isdecimal() else None)
+        documents: list[dict[str, Any]] = []
+
+        def write(context: object, snapshot: Snapshot, check: object) -> Snapshot:
+            documents.append(self._write(f"id:{snapshot.id}"))
+            return snapshot
+
+        _, skipped = restore_newest_whole(context, Alone(found), write, verifies=False)
+        return documents[-1], skipped
+
+    def _write(self, ref: str) -> dict[str, Any]:
+        from ..convert import files
+
+        to_folder = not files.is_known(self._output) and self._fit == type(self._fit)()
+        if to_folder and self._options.per_rank is None and (document := self._unpack(ref)) is not None:
+            return document
+        files.check_output(self._output, force=self._options.force)
+        if self._options.tensors_only and files.format_of(self._output) == "torch":
+            raise UsageError(f"--tensors-only: {self._output} holds values of all types; name a .safetensors file")
+        with spinner(f"restoring {ref}"):
+            snapshot = self._repository.snapshot(ref)
+            self.exported = written = self._write_file(f"id:{snapshot.id}")  # the reference may name another one now
         counts = fields_json(written, "tensors", "bytes", "dropped", "by_rank")
         changed = [value._asdict() for value in written.changed]
-        print_json({"snapshot": snapshot_json(snapshot), "file": str(output), **counts, "changed": changed})
-        return
-    what = f"{counted(written.tensors, 'tensor')}, {human_bytes(written.bytes)}"
-    line(f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
-    note_changes(written, files.format_of(output))
+        what = f"{counted(written.tensors, 'tensor')}, {human_bytes(written.bytes)}"
+        self.text = f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {self._output}: {what}"
+        return {"snapshot": snapshot_json(snapshot), "file": str(self._output), **counts, "changed": changed}
 
+    def _unpack(self, ref: str) -> dict[str, Any] | None:
+        """Write the folder that a snapshot holds; return None if it holds none."""
+        from ..inspect.lazy import open_tensors
+        from ..state.folder import is_folder, unpack_folder
 
-def _unpack(shell: Shell, repository: Repository, ref: str, output: Path) -> bool:
-    """Write the folder that a snapshot holds; return False if it holds none."""
-    from ..state.folder import is_folder, unpack_folder
+        with spinner(f"reading {ref}"):
+            tensors = open_tensors(self._repository.context, ref)
+            if not is_folder(tensors):
+                return None
+        snapshot = tensors.snapshot
+        with spinner(f"restoring {snapshot.ref}"), progress.whole(snapshot.logical_bytes):
+            done = unpack_folder(tensors, self._output)
+        what = f"{counted(done.files, 'file')}, {human_bytes(done.nbytes)}"
+        self.text = f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {self._output}: {what}"
+        return {
+            "snapshot": snapshot_json(snapshot),
+            "folder": str(self._output),
+            "files": done.files,
+            "bytes": done.nbytes,
+        }
 
-    with spinner(f"reading {ref}"):
-        tensors = repository.tensors(ref)
-        if not is_folder(tensors):
-            return False
-    snapshot = tensors.snapshot
-    with spinner(f"restoring {snapshot.ref}"), progress.whole(snapshot.logical_bytes):
-        done = unpack_folder(tensors, output)
-    document = {"snapshot": snapshot_json(snapshot), "folder": str(output), "files": done.files, "bytes": done.nbytes}
-    what = f"{counted(done.files, 'file')}, {human_bytes(done.nbytes)}"
-    shell.show(document, line, f"restored {snapshot.ref} (id:{snapshot.id[:12]}) to {output}: {what}")
-    return True
+    def _write_file(self, ref: str) -> Exported:
+        from ..convert import files
+        from ..convert.exporting import rank_for
+        from ..restore.streaming import TensorReader
+
+        to, options = files.format_of(self._output), self._options
+        as_rank = rank_for(to, options.per_rank)
+        reader = TensorReader(self._repository.context, ref, keys=self._fit, as_rank=as_rank)
+        if to == "torch":
+            return files.write_torch(self._output, reader, force=options.force)
+        return files.write_safetensors(self._output, reader, force=options.force, tensors_only=options.tensors_only)
 
 
 def _names(given: list[str]) -> dict[str, str]:
@@ -205,18 +283,3 @@ def _names(given: list[str]) -> dict[str, str]:
             raise UsageError(f"--rename {text!r}: expected OLD=NEW, each name once, such as module.=")
         found[old] = new
     return found
-
-
-def _write(repository: Repository, ref: str, output: Path, fit: Fit, options: ExportOptions) -> Exported:
-    """Write a snapshot to a file."""
-    from ..convert import files
-    from ..convert.exporting import rank_for
-    from ..restore.streaming import TensorReader
-    from ..snapshots import newest_whole_named
-
-    to = files.format_of(output)
-    with newest_whole_named(repository.context, ref):
-        reader = TensorReader(repository.context, ref, keys=fit, as_rank=rank_for(to, options.per_rank))
-        if to == "torch":
-            return files.write_torch(output, reader, force=options.force)
-        return files.write_safetensors(output, reader, force=options.force, tensors_only=options.tensors_only)

@@ -485,6 +485,23 @@ class Mirror:
         target = self._opened()
         if self.read_only:
             return target
+        self._copy_back(found, target)
+        return self._source
+
+    def bring_back(self, snapshot: Snapshot) -> Snapshot | None:
+        """Copy back a snapshot whose bytes in the first store are damaged; return it, or None if that fails."""
+        there = None if self.read_only else self.view()
+        known = there.get(snapshot.id) if there is not None else None
+        if known is None or known.state not in (COMMITTED, FORGOTTEN):
+            return None
+        try:
+            self._copy_back(known, self._opened())
+        except SnapstoreError as error:
+            log.warning("run=%s step=%d cannot be copied back from %s: %s", self.run, known.step, self.url, error)
+            return None
+        return self._source.index.refresh().get(snapshot.id)
+
+    def _copy_back(self, found: Snapshot, target: Context) -> None:
         log.warning("run=%s step=%d is copied back from %s", self.run, found.step, self.url)
         copier = Copier(
             target,
@@ -495,4 +512,3 @@ class Mirror:
         )
         copier.verify = self._verify
         copier.copy(found, named=True)
-        return self._source

@@ -1,0 +1,179 @@
+"""What a restore with fallback leaves behind: marks in the index, notes of quarantine, and whom they keep from what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.damage import encoded_wrongly
+from kit.fallbacks import (
+    STEPS,
+    blank,
+    damaged_newest,
+    local,
+    needs,
+    notes,
+    opened_by,
+    own_blob,
+    require_version,
+    saved,
+    state_of,
+)
+from kit.faults import FaultStore
+from kit.objects import clone, flip, keys_of, replace
+from kit.ranks import small_boxes
+from kit.repositories import OPTIONS, opened, same
+from snapstore import (
+    InvalidInputError,
+    KeepLast,
+    Repository,
+    SaveOptions,
+    Skipped,
+    SnapshotManager,
+)
+from snapstore.check import fallback
+from snapstore.format.keys import pack_key
+from snapstore.storage.local import LocalStore
+
+
+def verified(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[str], Skipped]:
+    """Restore with fallback; return (the snapshot, the steps that were verified, what was skipped)."""
+    tried: list[Any] = []
+    read = fallback.read_small
+    with monkeypatch.context() as patch:
+        patch.setattr(fallback, "read_small", lambda *args: tried.append(read(*args)) or tried[-1])
+        with SnapshotManager(folder, run="a", **options) as manager:
+            snapshot = manager.restore_into(state := blank(state_of(0)), fallback=(skipped := Skipped()))
+    require_version(state, snapshot.step)
+    return snapshot, [one.step for one in tried], skipped
+
+
+def test_the_next_restore_goes_directly_to_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = clone(saved(1))
+    pack = damaged_newest(store)
+    replace(store, needs(1)[1].snapshot.manifests[0].key, b"")
+    folder = local(store, tmp_path / "r")
+    snapshot, tried, _ = verified(folder, monkeypatch)
+    assert (snapshot.step, tried) == (STEPS - 3, [STEPS - 1, STEPS - 2, STEPS - 3])
+    assert notes(folder) == {pack: []}
+    snapshot, tried, skipped = verified(folder, monkeypatch)
+    assert (snapshot.step, tried) == (STEPS - 3, [STEPS - 3])
+    assert [step for step, *_ in skipped.snapshots] == [STEPS - 1, STEPS - 2]
+    assert all("marked in the index: " in why for *_, why in skipped.snapshots)
+    with Repository.open(folder) as repository:  # the bytes are put back, and a check finds all whole
+        for key in (pack, needs(1)[1].snapshot.manifests[0].key):
+            replace(LocalStore(folder), key, saved(1).get(key))
+        repository.check(level="metadata")
+        assert len(repository.context.index.marks.packed()) == 2
+        repository.rebuild_index()
+        assert len(repository.context.index.marks.packed()) == 2  # a rebuild proves nothing
+        repository.check(level="restore")
+        assert repository.context.index.marks.packed() == {}
+    assert verified(folder, monkeypatch)[0].step == STEPS - 1
+
+
+def test_a_mark_never_makes_a_restore_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no other snapshot is whole, those with a mark are tried again: the mark may be stale."""
+    store = clone(saved(1))
+    pack = damaged_newest(store)
+    folder = local(store, tmp_path / "r")
+    assert verified(folder, monkeypatch)[0].step == STEPS - 2
+    replace(LocalStore(folder), pack, saved(1).get(pack))
+    for one in needs(1)[1:]:
+        replace(LocalStore(folder), one.snapshot.manifests[0].key, b"")
+    snapshot, _, skipped = verified(folder, monkeypatch)
+    assert snapshot.step == STEPS - 1
+    assert STEPS - 1 not in [step for step, *_ in skipped.snapshots]
+
+
+def test_a_read_only_manager_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = clone(saved(1))
+    damaged_newest(store)
+    folder = local(store, tmp_path / "r")
+    before = keys_of(LocalStore(folder))
+    assert verified(folder, monkeypatch, read_only=True)[0].step == STEPS - 2
+    assert keys_of(LocalStore(folder)) == before
+    assert verified(folder, monkeypatch, read_only=True)[1] == [STEPS - 2]  # the index has a mark
+
+
+def test_a_store_that_refuses_notes_prevents_no_restore() -> None:
+    store = clone(saved(1))
+    pack = damaged_newest(store)
+    refusing = FaultStore(store, 0, "full")
+    with opened_by(refusing) as manager:
+        assert manager.restore_into(blank(state_of(0)), fallback=True).step == STEPS - 2
+        assert not [key for key in keys_of(store, "gc/") if key.endswith(".quarantine")]
+        refusing.heal()
+        manager.save(STEPS, state_of(STEPS - 1)).result()  # the same content as the damaged one
+    with opened(store) as repository:
+        assert pack_key_in(repository, f"a@{STEPS}") & {pack} == set()
+        assert same(repository.restore(f"a@{STEPS}"), state_of(STEPS - 1))
+
+
+def pack_key_in(repository: Repository, ref: str) -> set[str]:
+    """Return the packs that a snapshot needs."""
+    headers = repository.context.index.headers(repository.snapshot(ref).manifests)
+    return {pack_key(name) for header in headers for name in header.pack_names}
+
+
+def test_a_misbuilt_blob_is_named_in_the_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pack has its SHA-256: a repair that does not rebuild chunks must not release it."""
+    options = SaveOptions(threads=1, pack_bytes=4096, verify_writes="off")
+    with SnapshotManager(tmp_path / "r", run="a", options=options, async_save=False) as manager, small_boxes():
+        manager.save(0, state_of(0))
+        with encoded_wrongly():
+            manager.save(1, state_of(1))
+    assert verified(tmp_path / "r", monkeypatch)[0].step == 0
+    (offsets,) = notes(tmp_path / "r").values()
+    assert offsets
+    with Repository.open(tmp_path / "r") as repository:
+        repository.repair(apply=True)
+    assert offsets in notes(tmp_path / "r").values()
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_policies_count_no_damaged_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: bool) -> None:
+    """KeepLast(1) keeps the newest whole one, known by a note or by a mark alone; so does a forget by hand."""
+    store = clone(saved(1))
+    damaged_newest(store)
+    folder = local(store, tmp_path / "r")
+    assert verified(folder, monkeypatch, read_only=not noted)[0].step == STEPS - 2
+    assert bool(notes(folder)) == noted
+    with Repository.open(folder) as repository:
+        with pytest.raises(InvalidInputError, match="not known to be damaged"):
+            repository.forget_snapshots([f"a@{STEPS - 2}"])
+        repository.forget([KeepLast(1)], run="a")
+        assert [s.step for s in repository.snapshots("a")] == [STEPS - 2, STEPS - 1]
+        repository.gc()
+        assert same(repository.restore(f"a@{STEPS - 2}"), state_of(STEPS - 2))
+
+
+def test_the_training_goes_on(tmp_path: Path) -> None:
+    """Train, lose the newest, fall back, train on, save the same steps again, restore the newest, check, repair."""
+    folder = local(saved(1), tmp_path / "r")
+    pack = own_blob(1)[0]
+    flip(LocalStore(folder), pack, own_blob(1)[1] + 60, 4)
+    with SnapshotManager(folder, run="a", options=OPTIONS, keep=[KeepLast(3)], async_save=False) as manager:
+        whole = manager.restore_into(blank(state_of(0)), fallback=True)
+        assert whole.step == STEPS - 2
+        saved_again = [manager.save(step, state_of(step)).result() for step in (STEPS - 1, STEPS, STEPS + 1)]
+        assert saved_again[0].parent == whole.id
+        assert manager.latest_step() == STEPS + 1
+        state = blank(state_of(0))
+        assert manager.restore_into(state).step == STEPS + 1
+        require_version(state, STEPS + 1)
+        manager.restore_into(state, STEPS - 1)  # of the two, the new one
+        require_version(state, STEPS - 1)
+    with Repository.open(folder) as repository:
+        result = repository.check(level="restore")
+        assert {s.id for s in result.damaged} == {needs(1)[0].snapshot.id}
+        assert {one.id for one in saved_again} <= {s.id for s in result.restorable}
+        repository.repair(apply=True, drop=True, purge=True)
+        repository.gc()
+        assert repository.check(level="restore").damaged == []
+        found = repository.snapshots("a")
+        assert [s.step for s in found] == [STEPS - 1, STEPS - 1, STEPS, STEPS + 1]  # the damaged one was healed
+        assert all(same(repository.restore(f"id:{s.id}"), state_of(s.step)) for s in found)
+    assert notes(folder) == {}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import lmdb
+import numpy as np
 import pytest
+import torch
 
+from kit import mirrored
 from kit.damage import encoded_wrongly
 from kit.fallbacks import (
     STEPS,
@@ -24,7 +30,8 @@ from kit.fallbacks import (
 from kit.faults import FaultStore
 from kit.objects import clone, flip, keys_of, replace
 from kit.ranks import small_boxes
-from kit.repositories import OPTIONS, opened, same
+from kit.repositories import OPTIONS, created_like, index_of, opened, same
+from kit.shell import invoke
 from snapstore import (
     InvalidInputError,
     KeepLast,
@@ -177,3 +184,149 @@ def test_the_training_goes_on(tmp_path: Path) -> None:
         assert [s.step for s in found] == [STEPS - 1, STEPS - 1, STEPS, STEPS + 1]  # the damaged one was healed
         assert all(same(repository.restore(f"id:{s.id}"), state_of(s.step)) for s in found)
     assert notes(folder) == {}
+
+
+# -- the index
+
+
+def marked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Damage the newest snapshot of a local repository, and let a restore mark it; return its damaged pack."""
+    store = clone(saved(1))
+    pack = damaged_newest(store)
+    assert verified(local(store, folder), monkeypatch, read_only=True)[0].step == STEPS - 2
+    return pack
+
+
+def marks_of(folder: Path) -> set[int]:
+    """Return the steps with a mark, as a new process finds them."""
+    with Repository.open(folder) as repository:
+        index = repository.context.index
+        return {s.step for s in repository.snapshots("a") if index.marks.why(s)}
+
+
+def test_marks_survive_what_happens_to_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is full and built again, removed while it is open, or rebuilt: the marks stay."""
+    folder = tmp_path / "r"
+    marked(folder, monkeypatch)
+    assert marks_of(folder) == {STEPS - 1}
+    with Repository.open(folder) as repository:
+        index = repository.context.index
+        put, full = type(index._environment).put, [True]
+
+        def put_once_full(self: Any, items: Any) -> None:
+            if full.pop() if full else False:
+                raise lmdb.MapFullError("full")
+            put(self, items)
+
+        monkeypatch.setattr(type(index._environment), "put", put_once_full)
+        repository.tag("a@0", "first")
+        assert not full
+    assert marks_of(folder) == {STEPS - 1}
+    with Repository.open(folder) as repository:
+        shutil.rmtree(index_of(folder))
+        repository.tag("a@0", "second")
+    assert marks_of(folder) == {STEPS - 1}
+    with Repository.open(folder) as repository:
+        repository.rebuild_index()
+    assert marks_of(folder) == {STEPS - 1}
+
+
+def test_a_mark_is_of_the_manifests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new revision with the same manifests stays marked; one that is healed is marked no longer."""
+    folder = tmp_path / "r"
+    marked(folder, monkeypatch)
+    with Repository.open(folder) as repository:
+        repository.tag(f"a@{STEPS - 1}", "good")
+    assert marks_of(folder) == {STEPS - 1}
+    with Repository.open(folder) as repository:
+        repository.save(state_of(STEPS - 1), run="twin", step=0)  # the same content once more
+        repository.repair(apply=True)
+    assert marks_of(folder) == set()
+    assert verified(folder, monkeypatch)[0].step == STEPS - 1
+
+
+def test_a_mark_that_does_not_decode_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "r"
+    marked(folder, monkeypatch)
+    with Repository.open(folder) as repository:
+        index = repository.context.index
+        index._environment.put({b"damaged": dict.fromkeys(index.marks.packed(), b"{")})
+    assert marks_of(folder) == set()
+    assert verified(folder, monkeypatch)[0].step == STEPS - 2
+
+
+# -- a mirror, and the shell
+
+
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_the_mirror_comes_before_older_snapshots(how: str) -> None:
+    """What the mirror has whole is copied back: nothing is skipped, and the next plain restore works."""
+    fast, slow = clone(saved(1)), created_like(saved(1))
+    with opened(fast) as repository:
+        repository.copy(to=slow)
+    damaged_newest(fast, how=how)
+    skipped, state = Skipped(), blank(state_of(0))
+    with mirrored.manager(fast, slow) as manager:
+        assert manager.restore_into(state, fallback=skipped).step == STEPS - 1
+        require_version(state, STEPS - 1)
+        assert not skipped
+        assert manager.restore_into(blank(state_of(0))).step == STEPS - 1
+    with opened(slow) as repository:
+        replace(slow, repository.snapshot(f"a@{STEPS - 1}").manifests[0].key, b"")
+    damaged_newest(fast := clone(saved(1)), how=how)
+    with mirrored.manager(fast, slow) as manager:  # both are damaged
+        assert manager.restore_into(state, fallback=skipped).step == STEPS - 2
+        assert [step for step, *_ in skipped.snapshots] == [STEPS - 1]
+
+
+def test_the_shell_falls_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = local(saved(1), tmp_path / "r")
+    key, first, length = own_blob(1)
+    flip(LocalStore(folder), key, first + length // 2, 4)
+    env = {"SNAPSTORE_REPO": str(folder)}
+    output = tmp_path / "out.pt"
+    command = ["restore", "a@latest", "-o", str(output)]
+    assert invoke(command, env).exit_code == 20
+    done = invoke([*command, "--fallback"], env)
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"skipped step {STEPS - 1} (id:{needs(1)[0].snapshot.id[:12]}): ")
+    assert f"restored a@{STEPS - 2} " in done.stdout
+    found, wanted = torch.load(output, weights_only=False), state_of(STEPS - 2)
+    assert same(found["model"], wanted["model"])
+    assert (found["version"], found["optimizer"]["noise"].numpy().tobytes()) == (
+        STEPS - 2,
+        wanted["optimizer"]["noise"].tobytes(),
+    )
+    assert list(notes(folder)) == [key]
+    done = invoke([*command, "--fallback", "--force", "--json"], env)
+    document = json.loads(done.stdout)
+    assert document["snapshot"]["step"] == STEPS - 2
+    assert [(one["step"], one["id"]) for one in document["skipped"]] == [(STEPS - 1, needs(1)[0].snapshot.id)]
+    for ref in (f"a@{STEPS - 1}", f"id:{needs(1)[0].snapshot.id}", f"a@{STEPS - 3}"):
+        document = json.loads(
+            invoke(["restore", ref, "-o", str(output), "--fallback", "--force", "--json"], env).stdout
+        )
+        assert document["snapshot"]["step"] == STEPS - (3 if ref.endswith(str(STEPS - 3)) else 2)
+    for one in needs(1):
+        replace(LocalStore(folder), one.snapshot.manifests[0].key, b"")
+    before = output.read_bytes()
+    assert invoke([*command, "--fallback", "--force"], env).exit_code == 20
+    assert output.read_bytes() == before
+
+
+def test_the_shell_falls_back_to_an_older_folder(tmp_path: Path) -> None:
+    env = {"SNAPSTORE_REPO": str(tmp_path / "r")}
+    assert invoke(["init"], env).exit_code == 0
+    for step in range(2):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / "file").write_bytes(np.random.default_rng(step).bytes(300_000))
+        assert invoke(["save", str(tmp_path / "in"), "--run", "a", "--step", str(step)], env).exit_code == 0
+    store = LocalStore(tmp_path / "r")
+    with opened(tmp_path / "r") as repository:
+        header = repository.context.index.header(repository.snapshot("a@1").manifests[-1])
+    key = pack_key(header.pack_names[-1])
+    flip(store, key, len(store.get(key)) // 2)
+    done = invoke(["restore", "a@latest", "-o", str(tmp_path / "out"), "--fallback", "--json"], env)
+    document = json.loads(done.stdout)
+    assert (document["snapshot"]["step"], document["files"], len(document["skipped"])) == (0, 1, 1)
+    assert (tmp_path / "out" / "file").read_bytes() == np.random.default_rng(0).bytes(300_000)

@@ -90,6 +90,8 @@ class Questions:
     def vote(self, question: str, own: bytes, decide: Callable[[Sequence[bytes]], V]) -> V:
         """Return what `decide` makes, on rank 0, of the votes of all ranks, by rank; all ranks call this.
 
+        Unlike `ask`, rank 0 waits for the others, for `total_s` at most.
+
         Raises:
             SnapstoreError: as `ask`; or a rank does not vote.
         """
@@ -111,7 +113,8 @@ class Questions:
             def missing() -> list[int]:
                 return [rank for rank, key in enumerate(others, 1) if ranks.look(key) is None]
 
-            watch = Watch(ranks, f"all ranks' votes ({question})", missing, ranks.total_s, self._prefix, look_for_error)
+            what = f"all ranks' votes ({question})"
+            watch = Watch(ranks, what, missing, ranks.total_s, self._prefix, look_for_error, WARN_S)
             votes = wait_for(lambda: ranks.look_all(others), watch) if others else []
             ranks.remove(others)
             return decide([own, *votes])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar
 
 from ..chunks import limits
 from ..chunks.reader import ChunkReader, Wanted
@@ -64,15 +64,6 @@ class _FilledState:
             add_line(error, PARTLY_FILLED)
 
 
-class _ReadOptions(TypedDict, total=False):
-    """Arguments of `restore`."""
-
-    keys: str | Sequence[str] | Fit | None
-    device: Any
-    types: Sequence[type]
-    as_rank: AsRank
-
-
 def read(
     context: Context,
     ref: str | Snapshot,
@@ -89,17 +80,12 @@ def read(
         NotFoundError: the reference names nothing.
         See `restore` for the other errors. Each of them says so if `into` may be partly filled.
     """
-    return _read(context, ref, _FilledState(into), keys=keys, device=device, types=types, as_rank=as_rank)
 
-
-def _read(
-    context: Context, ref: str | Snapshot, target: _FilledState, **options: Unpack[_ReadOptions]
-) -> tuple[Snapshot, Any]:
     def restored(snapshot: Snapshot) -> tuple[Snapshot, Any]:
         with out_of_memory(f"restore {snapshot.ref}", "free memory, restore parts of it with keys, or onto a device"):
-            return snapshot, restore(context, snapshot, target, **options)
+            return snapshot, restore(context, snapshot, target, keys=keys, device=device, types=types, as_rank=as_rank)
 
-    with target:
+    with into if isinstance(into, _FilledState) else _FilledState(into) as target:
         return opened(context, ref, restored)
 
 
@@ -177,7 +163,7 @@ def read_into(
     if target is None:
         raise InvalidInputError("restore_into: the target is None; pass the state to fill, or call restore")
     filled = _FilledState(target, before_fill)
-    return _read(context, ref, filled, keys=keys, types=types, as_rank=as_rank)[0]
+    return read(context, ref, into=filled, keys=keys, types=types, as_rank=as_rank)[0]
 
 
 def restore(

@@ -50,7 +50,7 @@ UNEXPLAINED = {("record", "missing"), ("record of the newest", "missing"), ("ses
 #: Damage that `check` notes and that harms no snapshot.
 NOTED = {"record, an old revision", "policy, an old revision"}
 GO_ON = (
-    "to go on from it, name it in the restore, "
+    "to go on from it, name it in the restore, restore with fallback (--fallback), "
     "or run 'snapstore repair --apply --drop', which forgets what stays damaged"
 )
 NONE_WHOLE = "no older snapshot of run 'a' is whole"

@@ -17,12 +17,15 @@ from pathlib import Path
 import pytest
 
 from kit.forked import Forked
+from kit.objects import flip
 from kit.processes import environment
 from kit.rank_worker import POINTS, expected
 from kit.repositories import same
 from kit.samples import SEED, THOROUGH, some
 from kit.tally import EXAMPLES, tally
 from snapstore import Repository
+from snapstore.format.keys import pack_key
+from snapstore.storage.local import LocalStore
 
 SILENT_S = 2.0
 HANG_S = 100.0
@@ -90,6 +93,14 @@ def committed(repository):
         return {s.step for s in repository.snapshots("job")}
 
 
+def packs_needed(repository, snapshot):
+    """Return the keys of the packs that a snapshot of several ranks needs."""
+    index = repository.context.index
+    roots = [index.header(ref) for ref in snapshot.manifests]
+    headers = [*roots, *(header for root in roots for header in index.headers(root.children))]
+    return {pack_key(name) for header in headers for name in header.pack_names}
+
+
 def check(folder, ranks, hit, repository=None):
     """Check what must hold after an attempt in which rank `hit` was struck; return the committed steps."""
     place = repository or folder / "repository"
@@ -128,6 +139,29 @@ def test_a_job_saves_and_resumes_on_other_numbers_of_ranks(tmp_path, parallel):
             assert words.get("restored", 0) == last
         last += 2
         assert check(tmp_path, ranks, None) == set(range(1, last + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"] if THOROUGH else [("fsdp", "ddp")[SEED % 2]])
+def test_a_job_falls_back_and_goes_on(tmp_path, parallel):
+    """A pack of the newest snapshot is damaged: real ranks restore the one before, and save the same steps again."""
+    job(tmp_path, 2, parallel=parallel)
+    store = LocalStore(tmp_path / "repository")
+    with Repository.open(store) as repository:
+        newest, whole = repository.snapshot("job@2"), repository.snapshot("job@1")
+        packs = [packs_needed(repository, s) for s in (newest, whole)]
+    key = min(packs[0] - packs[1])
+    flip(store, key, len(store.get(key)) // 2)
+    ranks = job(tmp_path, 2, parallel=parallel, fallback=True)
+    for rank in ranks:
+        words = rank.words()
+        assert (words.get("restored"), words.get("committed")) == (1, 3), rank.text()
+        before, after = words["collectives"]
+        assert before == after
+    with Repository.open(store) as repository:
+        assert {s.id for s in repository.check("restore").damaged} <= {newest.id}
+        for step in (1, 2, 3):
+            assert same(dict(repository.restore(f"job@{step}", keys="model.*")["model"]), expected(step))
 
 
 def test_collectives_of_every_kind_are_counted(tmp_path):

@@ -2,10 +2,10 @@
 
 Options as JSON: place (the rendezvous), repository, rank, count, parallel ("fsdp", "ddp"), steps, silent_s, and strike.
 strike is [save, point, signal]: the rank sends itself the signal at a point of that save (POINTS). preempt: it saves
-only when a preemption asks for it. same: whether it restores its own values. call: it calls collectives of each kind at
-the end. It resumes from the newest snapshot, and prints a line of JSON for each event; the last one has the collectives
-before its first restore and after its last save. The weights after a step are known (`expected`), so any snapshot can
-be compared bit for bit.
+only when a preemption asks for it. same: whether it restores its own values. fallback: whether it skips damaged
+snapshots. call: it calls collectives of each kind at the end. It resumes from the newest snapshot, and prints a line of
+JSON for each event; the last one has the collectives before its first restore and after its last save. The weights
+after a step are known (`expected`), so any snapshot can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def main(options: dict[str, Any]) -> None:
         manager.handle_preemption()
     step = manager.latest_step() or 0
     if step:
-        manager.restore_into(state, per_rank="same" if options.get("same", True) else "drop")
+        per_rank = "same" if options.get("same", True) else "drop"
+        step = manager.restore_into(state, per_rank=per_rank, fallback=options.get("fallback", False)).step
         say(restored=step, own=own.value)
     strike = options.get("strike")
     for number in range(options["steps"]):

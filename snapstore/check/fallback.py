@@ -31,11 +31,13 @@ from ..errors import (
     OutputError,
     SnapstoreError,
     StorageError,
+    add_line,
 )
 from ..format.records import SWEPT, Snapshot
 from ..restore.overlaps import Overlap
 from ..restore.pipeline import BeforeFill, deleted_meanwhile
-from ..state.fill.buffers import Want
+from ..state.fill.buffers import RestoreBuffers, Want
+from ..state.fill.plan import PARTLY_FILLED
 from ..text import log, some, strip_hint
 from .mark_damage import mark_damaged
 from .verify_chunks import tensor_of
@@ -430,7 +432,10 @@ class _Fallback:
                 raise
             except (*DAMAGE, StorageError) as error:
                 if self._agreed is not None:
-                    raise
+                    if is_last:
+                        add_line(error, PARTLY_FILLED)
+                        raise
+                    continue  # it was whole a moment ago: fill it once more
                 if isinstance(error, NotFoundError):
                     self._require_there(snapshot, error)
                 require_damage(store, error)
@@ -447,11 +452,11 @@ class _Fallback:
             raise _LostError(str(deleted_meanwhile(snapshot))) from None
         raise error
 
-    def _before_fill(self, overlaps: Mapping[Want, Sequence[Overlap]]) -> None:
+    def _before_fill(self, overlaps: Mapping[Want, Sequence[Overlap]], buffers: RestoreBuffers) -> None:
         """Verify what this rank would read, and agree."""
         if self._agreed is not None:
             return  # the snapshot is read again: it was rewritten meanwhile
-        lost = first_lost(self._context, [overlap for found in overlaps.values() for overlap in found])
+        lost = first_lost(self._context, overlaps, buffers)
         if lost is not None:
             raise _LostError(_why(lost), lost)
         try:

@@ -47,8 +47,8 @@ def advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
         return f"; no older snapshot of run {damaged.run!r}{besides} is whole"
     return (
         f"; the newest whole snapshot of run {damaged.run!r}{besides} is {found.ref} (id:{found.id[:12]}); to go on "
-        "from it, name it in the restore, restore with fallback (--fallback), or run 'snapstore repair --apply --drop', "
-        "which forgets what stays damaged"
+        "from it, name it in the restore, restore with fallback (--fallback), or run 'snapstore repair --apply "
+        "--drop', which forgets what stays damaged"
     )
 
 

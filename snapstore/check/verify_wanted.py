@@ -7,14 +7,14 @@ its digest. The bytes are not kept: chunks are rebuilt in spans of SPAN_BYTES, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Bytes, Column
+from ..arrays import Column
 from ..catalog.read_twice import read_object_twice, require_damage
 from ..chunks.reader import ChunkReader, Wanted
 from ..context import Context
@@ -26,6 +26,8 @@ from ..format.manifests.rank_checks import read_children
 from ..format.records import Snapshot
 from ..restore.manifests import pages_of
 from ..restore.overlaps import Overlap
+from ..state.fill.buffers import RestoreBuffers, Want
+from ..state.values.arrays import Memory, new_memory
 
 #: Chunks are rebuilt in spans of at most this much, or one by one [plain bytes].
 SPAN_BYTES = 8 * 1024 * 1024
@@ -43,19 +45,27 @@ class LostChunk(NamedTuple):
     error: SnapstoreError
 
 
-def first_lost(context: Context, overlaps: Iterable[Overlap]) -> LostChunk | None:
-    """Rebuild every chunk of some overlaps; return the first one that cannot be rebuilt, or None.
+def first_lost(
+    context: Context, overlaps: Mapping[Want, Sequence[Overlap]], buffers: RestoreBuffers
+) -> LostChunk | None:
+    """Rebuild every chunk of the overlaps of a restore; return the first one that cannot be rebuilt, or None.
+
+    A chunk is rebuilt where the restore will do that, on a device or in host memory: some codecs need a GPU.
 
     Raises:
         CapabilityError: this machine cannot rebuild one, which is no damage.
         StorageError: the store does not answer, or withholds a pack, which may be whole.
     """
-    wanted: dict[int, tuple[Manifest, list[Column]]] = {}
-    for overlap in overlaps:
-        if overlap.stored.chunks:
-            wanted.setdefault(id(overlap.stored.m), (overlap.stored.m, []))[1].append(overlap.rows)
-    found = (first_lost_of(context, m, np.unique(np.concatenate(rows))) for m, rows in wanted.values())
-    return next((lost for lost in found if lost is not None), None)
+    wanted: dict[tuple[int, str], tuple[Manifest, Any, list[Column]]] = {}
+    for want, found in overlaps.items():
+        for overlap in found:
+            if overlap.stored.chunks:
+                m, device = overlap.stored.m, buffers.device_of(want)
+                wanted.setdefault((id(m), str(device)), (m, device, []))[2].append(overlap.rows)
+    for m, device, rows in wanted.values():
+        if (lost := first_lost_of(context, m, np.unique(np.concatenate(rows)), device)) is not None:
+            return lost
+    return None
 
 
 def lost_chunk_in(context: Context, snapshot: Snapshot, *, pages_only: bool) -> LostChunk | None:
@@ -79,13 +89,17 @@ def lost_chunk_in(context: Context, snapshot: Snapshot, *, pages_only: bool) -> 
     return None
 
 
-def first_lost_of(context: Context, m: Manifest, rows: Column) -> LostChunk | None:
-    """Rebuild some rows of a manifest, in spans; return the first one that is lost, or None. Raises as `first_lost`."""
-    room = np.empty(0, np.uint8)
+def first_lost_of(context: Context, m: Manifest, rows: Column, device: Any = None) -> LostChunk | None:
+    """Rebuild some rows of a manifest, in spans; return the first one that is lost, or None. Raises as `first_lost`.
+
+    Args:
+        device: where they are rebuilt, a torch.device; None: in host memory.
+    """
+    room = new_memory(0, device)
     for span in _spans(m.table.lengths[rows].astype(np.int64)):
         size = int(m.table.lengths[rows[span]].astype(np.int64).sum())
         if size > len(room):
-            room = np.empty(size, np.uint8)
+            room = new_memory(size, device)
         if (lost := _first_lost_in(context, m, rows[span], room)) is not None:
             return lost
     return None
@@ -101,7 +115,7 @@ def _spans(lengths: Column) -> Iterator[slice]:
         first = end
 
 
-def _first_lost_in(context: Context, m: Manifest, rows: Column, room: Bytes) -> LostChunk | None:
+def _first_lost_in(context: Context, m: Manifest, rows: Column, room: Memory) -> LostChunk | None:
     """Rebuild the rows of a span at once, and after a failure one by one: the one that fails again twice is lost."""
     try:
         _rebuild(context, m, rows, room)
@@ -140,8 +154,8 @@ def _is_altered(context: Context, m: Manifest, row: int) -> bool:
     return any(altered(number) and altered(number) for number in np.unique(m.table.ref_packs[refs]).tolist())
 
 
-def _rebuild(context: Context, m: Manifest, rows: Column, room: Bytes) -> None:
+def _rebuild(context: Context, m: Manifest, rows: Column, room: Memory) -> None:
     lengths = m.table.lengths[rows].astype(np.int64)
     wanted = Wanted(m.table, m.header.pack_names, rows, room, np.cumsum(lengths) - lengths)
-    for _ in ChunkReader(context, context.engines.cpu, counts=False).rebuild([wanted]):
+    for _ in ChunkReader(context, counts=False).rebuild([wanted]):
         pass

@@ -39,8 +39,9 @@ from .sources import ALONE, AsRank, PartSources
 T = TypeVar("T")
 
 
-#: Called with the overlaps that a restore is about to read, before anything of the state changes; it may raise.
-BeforeFill = Callable[[Mapping[Want, Sequence[Overlap]]], object]
+#: Called with the overlaps that a restore is about to read, and the memory where they arrive, before anything of the
+#: state changes; it may raise.
+BeforeFill = Callable[[Mapping[Want, Sequence[Overlap]], RestoreBuffers], object]
 
 
 class _FilledState:
@@ -49,7 +50,7 @@ class _FilledState:
     A read is tried again if the snapshot is rewritten meanwhile, so the error may come before the later try has begun.
     """
 
-    def __init__(self, into: Any, before_fill: BeforeFill = lambda overlaps: None) -> None:
+    def __init__(self, into: Any, before_fill: BeforeFill = lambda overlaps, buffers: None) -> None:
         self.into, self.before_fill, self._has_begun = into, before_fill, False
 
     def begin(self) -> None:
@@ -157,7 +158,7 @@ def read_into(
     keys: str | Sequence[str] | Fit | None = None,
     types: Sequence[type] = (),
     as_rank: AsRank = ALONE,
-    before_fill: BeforeFill = lambda overlaps: None,
+    before_fill: BeforeFill = lambda overlaps, buffers: None,
 ) -> Snapshot:
     """Fill `target` with the state that a reference names, and return the snapshot; raises as `read` does."""
     if target is None:
@@ -216,7 +217,7 @@ def restore(
             plan.buffers.fresh_bytes(), f"{snapshot.ref}: restoring {counted(len(plan.wants), 'tensor')}"
         )
         require_decoding_of(context, overlaps, f"{snapshot.ref}: restoring")
-        target.before_fill(overlaps)
+        target.before_fill(overlaps, plan.buffers)
         if plan.buffers.fills_at_once():
             target.begin()
         try:

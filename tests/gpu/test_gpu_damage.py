@@ -17,7 +17,8 @@ from kit.gpu_states import (
     typed,
 )
 from kit.objects import change, keys_of
-from snapstore import FormatError, IntegrityError
+from snapstore import FormatError, IntegrityError, SaveOptions
+from snapstore.storage.memory import MemoryStore
 
 if torch.cuda.is_available():  # they import CuPy
     from snapstore.engine.cuda import encoding
@@ -264,7 +265,8 @@ import numpy as np
 import torch
 from kit.gpu_states import *
 from kit.objects import change, keys_of
-from snapstore import FormatError, IntegrityError
+from snapstore import FormatError, IntegrityError, SaveOptions
+from snapstore.storage.memory import MemoryStore
 
 codec = sys.argv[1]
 rng = np.random.default_rng(5)
@@ -352,3 +354,21 @@ def test_headers_that_no_encoder_writes():
                 assert "pack " in said, said
             repo.store._objects[key] = whole
         assert differing(facts(repo.restore("r@0", device="cuda")), facts(state)) == []
+
+
+@pytest.mark.parametrize("codec", ["portable", "ans"])
+def test_a_fallback_verifies_where_it_restores(codec):
+    """Chunks are rebuilt on the device before it is filled: a CPU cannot read ANS."""
+    store, packs = MemoryStore(), set()
+    options = SaveOptions(codec=codec, threads=4, restore_cost=1.0)
+    with manager(store=store, options=options, async_save=False) as snapshots:
+        for step in range(2):
+            snapshots.save(step, {"a": floats(100_000, step, "cuda"), "b": floats(100_000, 10 + step)})
+            packs = set(keys_of(store, "packs/")) - packs
+    state = {"a": torch.zeros(100_000, device="cuda"), "b": torch.zeros(100_000)}
+    with manager(store=store, options=options) as snapshots:
+        assert snapshots.restore_into(state, fallback=True).step == 1
+        assert differing(facts(state), facts({"a": floats(100_000, 1, "cuda"), "b": floats(100_000, 11)})) == []
+        change(store, min(packs), lambda data: data.__setitem__(len(data) // 2, data[len(data) // 2] ^ 4))
+        assert snapshots.restore_into(state, fallback=True).step == 0
+        assert differing(facts(state), facts({"a": floats(100_000, 0, "cuda"), "b": floats(100_000, 10)})) == []

@@ -36,13 +36,7 @@ from kit.ranks import Managers
 from kit.repositories import OPTIONS, same
 from kit.samples import SEED, THOROUGH, sampled
 from kit.tally import tally
-from snapstore import (
-    IntegrityError,
-    InvalidInputError,
-    NotFoundError,
-    SnapshotManager,
-    StorageError,
-)
+from snapstore import IntegrityError, InvalidInputError, NotFoundError, Skipped, SnapshotManager, StorageError
 from snapstore.check import verify_wanted
 
 
@@ -183,6 +177,30 @@ def test_a_store_that_is_away_is_no_damage() -> None:
                 require_blank(state)
         assert manager.repository.context.index.marks.packed() == {}
         assert manager.restore_into(state, fallback=True).step == STEPS - 1
+
+
+def test_one_failure_at_any_operation_skips_nothing() -> None:
+    """The store fails once, while a snapshot is listed, verified or filled: the newest comes back, or the error."""
+    store = FaultStore(clone(saved(1)))
+    with opened_by(store) as manager:
+        for _ in range(2):  # the first one lists twice
+            dry = len(store.log)
+            manager.restore_into(blank(state_of(0)), fallback=True)
+        restored_all = 0
+        for at in sampled(len(store.log) - dry, 3):
+            skipped, state = Skipped(), blank(state_of(0))
+            store.at, store.mode = len(store.log) + at, "fail"
+            try:
+                assert manager.restore_into(state, fallback=skipped).step == STEPS - 1
+                require_version(state, STEPS - 1)
+                restored_all += 1
+            except StorageError as error:
+                if "partly filled" not in str(error):
+                    require_blank(state)
+            store.heal()
+            assert not skipped
+        assert restored_all > 0
+        assert manager.repository.context.index.marks.packed() == {}
 
 
 def test_a_target_that_does_not_fit_is_no_damage() -> None:

@@ -21,6 +21,7 @@ from kit.fallbacks import (
 from kit.faults import Crash, Unreadable
 from kit.objects import clone, flip
 from kit.ranks import Managers, RankStore, fail_message
+from kit.repositories import created_like, opened
 from kit.samples import SEED, THOROUGH
 from snapstore import (
     InvalidInputError,
@@ -67,6 +68,10 @@ def test_corrupt_replicas_make_all_skip() -> None:
             require_version(state, STEPS - 2, rank, COUNT)
             assert [step for step, *_ in skipped.snapshots] == [STEPS - 1]
             assert f"rank {bad}: " in skipped.snapshots[0][2]
+        for rank, (snapshot, state, skipped) in enumerate(restored_by(managers)):  # again: rank 0 knows it by its mark
+            assert snapshot.step == STEPS - 2
+            require_version(state, STEPS - 2, rank, COUNT)
+            assert "marked in the index: " in skipped.snapshots[0][2]
         managers.end()
 
 
@@ -170,3 +175,19 @@ def test_messages_that_are_lost_late_or_twice(mode: str) -> None:
             managers.end()
             for manager in managers:
                 manager.repository.close()
+
+
+def test_the_mirror_of_rank_0_comes_before_older_snapshots() -> None:
+    """Rank 0 copies the damaged snapshot back, and all ranks restore its new revision."""
+    fast, slow = clone(saved(COUNT)), created_like(saved(COUNT))
+    with opened(fast) as repository:
+        repository.copy(to=slow)
+    damaged_newest(fast, COUNT)
+    managers = Managers(fast, COUNT, mirror=slow)
+    for rank, (snapshot, state, skipped) in enumerate(restored_by(managers)):
+        assert (snapshot.step, len(skipped)) == (STEPS - 1, 0)
+        require_version(state, STEPS - 1, rank, COUNT)
+    managers.each(lambda m, r: m.save(STEPS, state_of(STEPS, r, COUNT)).result())
+    managers.end()
+    with opened(fast) as repository:
+        assert repository.check("restore").damaged == []

@@ -298,6 +298,13 @@ class RestoreBuffers:
             source.home = as_memory(source.fresh, self._on_device)
         return source.home
 
+    def device_of(self, want: Want) -> torch.device | None:
+        """Return the device where the bytes of an entry of `wants` arrive; None: host memory."""
+        home = self.find_home(want)
+        if home is None:
+            return self._temporary_device(self._sources[want])
+        return None if isinstance(home, np.ndarray) else home.device
+
     def allocate(self, want: Want) -> None:
         """Make the new array for an entry of `wants` that will not be read."""
         self._sources[want].fresh = new_array(self._sources[want].spec, self._device)

@@ -445,6 +445,8 @@ class Steps:
         """Fill a state from a step, or from the newest older one that is whole on all ranks; see `restore_into`."""
         if not isinstance(fallback, bool | Skipped):
             raise InvalidInputError(f"fallback {quoted(fallback)}: expected True, False or Skipped()")
+        if isinstance(fallback, Skipped):
+            fallback.snapshots.clear()
         self._wait_idle()
 
         def find() -> RestoreCandidates:

@@ -426,16 +426,18 @@ class Steps:
             StorageError: with `fallback`: the store is away or withholds an object, which is no damage: an older
                 snapshot would lose training.
         """
+        chosen = Fit(keys, **fit)
         if fallback is not False:
-            chosen, rank = Fit(keys, **fit), self._as_rank(per_rank)
+            rank = self._as_rank(per_rank)
 
             def fill(context: Context, snapshot: Snapshot, check: BeforeFill) -> Snapshot:
                 options: Any = {"keys": chosen, "types": types, "as_rank": rank, "before_fill": check}
                 return pipeline.read_into(context, snapshot, target, **options)
 
-            return self._restore_whole(step, fallback, fill, rank.rank)
-        with self._reading(step, per_rank) as (context, ref, as_rank):
-            snapshot = pipeline.read_into(context, ref, target, keys=Fit(keys, **fit), types=types, as_rank=as_rank)
+            snapshot = self._restore_whole(step, fallback, fill, rank.rank)
+        else:
+            with self._reading(step, per_rank) as (context, ref, as_rank):
+                snapshot = pipeline.read_into(context, ref, target, keys=chosen, types=types, as_rank=as_rank)
         self.repository.lineage.go_on_from(self.run, snapshot)
         if keys is None and fit.get("part") is None:  # else it may be a part of what is saved
             self._prepare_early(target)
@@ -469,7 +471,6 @@ class Steps:
         snapshot, skipped = restore_newest_whole(context, agreement, fill, rank=rank, may_write=not self.read_only)
         if isinstance(fallback, Skipped):
             fallback.snapshots[:] = [(one.step, one.id, one.why) for one in skipped]
-        self.repository.lineage.go_on_from(self.run, snapshot)
         return snapshot
 
     @contextmanager

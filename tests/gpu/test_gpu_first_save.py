@@ -191,11 +191,11 @@ class Loader:
         pass
 
 
-@pytest.mark.parametrize("begins", ["restore_into", "state", "save off the interval"])
+@pytest.mark.parametrize("begins", ["restore_into", "fallback", "state", "save off the interval"])
 def test_the_first_save_finds_its_memory_locked(initialized, locked, begins):
     """It is locked in the background as soon as the shapes are known, without `prepare`."""
     state, store = fresh(), MemoryStore()
-    if begins == "restore_into":
+    if begins in ("restore_into", "fallback"):
         train(state)
         with manager("device", store=store) as before:
             before.save(0, state)
@@ -203,8 +203,8 @@ def test_the_first_save_finds_its_memory_locked(initialized, locked, begins):
         train(state)
     options = {"state": state} if begins == "state" else {}
     with manager("host", store=store, save_interval_steps=2, **options) as made:
-        if begins == "restore_into":
-            assert made.restore_into(state).step == 0
+        if begins in ("restore_into", "fallback"):
+            assert made.restore_into(state, fallback=begins == "fallback").step == 0
         train(state)
         if begins == "save off the interval":
             assert made.save(1, state).skipped

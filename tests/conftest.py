@@ -19,6 +19,7 @@ import itertools
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ import pytest
 from kit.remembered import remember
 from kit.samples import SEED, THOROUGH, examples
 from snapstore.chunks.limits import available_bytes
+from snapstore.distributed import preemption
 from snapstore.text import Log
 
 #: Until then threads have closed what the collector found; judges a hang.
@@ -127,6 +129,17 @@ def cache(request, monkeypatch):
         require_closed(request, before)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers():
+    """A manager whose last save ends the process leaves its handlers; each test begins with those of pytest."""
+    before = [signal.getsignal(number) for number in preemption.MAY_TELL]
+    yield
+    preemption._signals._told.clear()
+    for number, handler in zip(preemption.MAY_TELL, before, strict=True):
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -24,17 +24,6 @@ from snapstore.distributed import base, preemption
 from snapstore.distributed.preemption import Preemption
 
 
-@pytest.fixture(autouse=True)
-def _restored():
-    """A last save leaves its handlers; each test begins and ends with those of pytest."""
-    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU]
-    before = [signal.getsignal(one) for one in numbers]
-    yield
-    preemption._signals._told.clear()
-    for one, handler in zip(numbers, before, strict=True):
-        signal.signal(one, handler)
-
-
 class Held(FaultStore):
     """A store whose puts of packs wait for an event."""
 

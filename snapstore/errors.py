@@ -21,8 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from .text import printable
+
+E = TypeVar("E", bound="SnapstoreError")
 
 
 class SnapstoreError(Exception):
@@ -35,9 +38,12 @@ class SnapstoreError(Exception):
     Attributes:
         not_begun: whether the next save begins all the same: another rank has raised this error to its caller at once,
             and so has not begun this save; or the next save does better by itself.
+        retryable: whether the same save may succeed later, with nothing changed but the store: it does not answer, or
+            its volume is not mounted. It is set where the error is made; `on_error="warn"` retries by it.
     """
 
     not_begun = False
+    retryable = False
 
     def __init__(self, *lines: object) -> None:
         super().__init__(*(printable(str(line)) for line in lines))
@@ -57,6 +63,8 @@ class AlreadyExistsError(SnapstoreError):
 class ConflictError(SnapstoreError):
     """Another writer won a race: this save was fenced, or a revision was taken."""
 
+    retryable = True
+
 
 class InvalidInputError(SnapstoreError, ValueError):
     """An argument, a name, a policy or a restore target cannot be used."""
@@ -69,9 +77,13 @@ class UnsupportedLeafError(InvalidInputError):
 class StorageError(SnapstoreError):
     """The object store failed or refused."""
 
+    retryable = True
+
 
 class StorageFullError(StorageError):
     """The object store has no room left."""
+
+    retryable = False
 
 
 class UnreadObjectError(StorageError):
@@ -84,6 +96,8 @@ class UnreadRecordError(UnreadObjectError):
 
 class OutputError(StorageError):
     """A file or folder outside the repository cannot be written."""
+
+    retryable = False
 
 
 class FormatError(SnapstoreError):
@@ -112,6 +126,12 @@ class RanksError(SnapstoreError):
 
 class UnknownFormatError(FormatError, CapabilityError):
     """Intact bytes of a format that this release does not know; not damage, although DAMAGE includes FormatError."""
+
+
+def lasting(error: E) -> E:
+    """Return an error after marking it as one that lasts: the same save fails again, so it is not retried."""
+    error.retryable = False
+    return error
 
 
 def add_line(error: Exception, line: str) -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,7 @@ from .save.background import Background, SaveHandle, clear_frames
 from .save.inputs import PartInput, SaveRequest, is_stream
 from .save.pipeline import save
 from .save.ranks.job import RankJob
+from .save.retrying import ReplacedError, Retrying
 from .save.staging import Mode, Staging
 from .save.streaming import FirstState, inputs_of_stream
 from .state.walk.flatten import Part, flatten, require_stored_forms
@@ -75,6 +76,13 @@ class SnapshotManager(Steps):
         async_save: save in the background; else `save` returns after the commit.
         on_busy: while a save runs, or forgets and runs gc after its commit, `save` waits for it ("wait"), or skips
             ("skip"); with `force` it waits. While memory is taken for a save (`prepare`), `save` always waits.
+        on_error: "raise": the next `save` raises the error of a save that failed in the background. "warn": if the
+            store is away, the save is tried again, after 1 to 60 s, until it is committed or a newer save replaces it,
+            and the log says since when nothing is durable. The copy stays in memory until then, also that of a
+            synchronous save, which then returns before its commit. `close`, `wait_until_finished`, `restore` and the
+            handle's `result` cause one more attempt, and raise its error. Errors that last are raised as by "raise": a
+            full disk, a refused permission, a replaced repository, a state that cannot be saved (guides/recovery.md).
+            An iterator cannot be read again: its save has one attempt.
         staging: where the copies of CUDA tensors lie. "device": in device memory, up to twice their size; takes
             milliseconds. "host": in pinned memory, at the speed of the bus. "auto": on the device if there is room.
             If CuPy or nvCOMP is missing, "auto" copies them to host memory, and the others raise CapabilityError.
@@ -109,6 +117,7 @@ class SnapshotManager(Steps):
         mirror_verify: bool = True,
         async_save: bool = True,
         on_busy: Literal["wait", "skip"] = "wait",
+        on_error: Literal["raise", "warn"] = "raise",
         staging: Literal["auto", "device", "host"] = "auto",
         keep_base: bool = True,
         read_only: bool = False,
@@ -123,6 +132,7 @@ class SnapshotManager(Steps):
             raise InvalidInputError(f"save_interval_steps {quoted(save_interval_steps)}: expected an int of 1 or more")
         self.save_interval_steps = interval
         check_choice("on_busy", on_busy, ("wait", "skip"))
+        check_choice("on_error", on_error, ("raise", "warn"))
         check_flags(async_save=async_save, keep_base=keep_base, read_only=read_only, mirror_verify=mirror_verify)
         policies = retention.check(keep)
         mirror_policies = policies if mirror_keep is None else retention.check(mirror_keep)
@@ -134,7 +144,8 @@ class SnapshotManager(Steps):
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(run, ranks)
         job = RankJob(chosen, replicas) if chosen is not None else None
         self._owned = not isinstance(repository, Repository)
-        alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, save_interval_steps={interval}, run={run!r}"
+        alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, on_error={on_error!r}, "
+        alike += f"save_interval_steps={interval}, run={run!r}"
         try:
             super().__init__(run, job, policies, stores, parent=parent, read_only=read_only, alike=alike)
         except BaseException as error:
@@ -148,6 +159,7 @@ class SnapshotManager(Steps):
             _log_engine()
             self.repository.context.engines.start_loading()
         self._background = Background(self.run, self.repository.context.engines)
+        self._retrying = Retrying(self.run, warns=on_error == "warn", leads=self._job is None or self._job.leads)
         self._pid, self._closed, self._first_state = os.getpid(), False, FirstState(of_rank=self._job is not None)
         self._running: SaveRequest | None = None
         self._preemption: Preemption | None = None
@@ -224,13 +236,13 @@ class SnapshotManager(Steps):
             handle = SaveHandle(skipped=self._leaves_out(step, force=force))
             if not handle.skipped:
                 request = make() if self._job is None else None
-                with self._background.holding_slot(f"{self.run}@{step}") as slot:
+                with self._slot_after_pending(f"{self.run}@{step}") as slot:
                     if request is not None:
                         self._begin(handle, request, state, slot)
                     else:
                         self._begin_together(handle, make, state, slot, number)
-        if (slot is None or not slot.handed_over) and not handle._is_noted:
-            handle.result()
+        if not self._async or slot is None or not slot.handed_over:
+            handle._await_return()
         if not handle.skipped and self._ending_at(step):
             self._end()
         return handle
@@ -248,8 +260,18 @@ class SnapshotManager(Steps):
 
     def _skips(self, step: int) -> bool:
         """Return whether to skip a save because the last one still runs; rank 0 decides for all ranks."""
-        is_busy = self._background.is_busy
+        is_busy = self._is_busy
         return is_busy() if self._job is None else self._job.decide_skip(f"{self.run}@{step}", is_busy)
+
+    def _is_busy(self) -> bool:
+        """Return whether a save runs; not one that a newer save would replace."""
+        return self._background.is_busy() and not self._retrying.is_pending(self._running)
+
+    def _slot_after_pending(self, ref: str) -> AbstractContextManager[LockSlot]:
+        """Return `holding_slot` after the running save; one that is pending, because the store is away, is replaced."""
+        while self._retrying.warns and not self._background.join(LOOK_S / 4):
+            self._retrying.replace(self._running, ref)
+        return self._background.holding_slot(ref)
 
     def prepare(self, state: Any) -> None:
         """Prepare for saves of a state, in the background: load kernels, and allocate and pin memory for its copies.
@@ -267,6 +289,9 @@ class SnapshotManager(Steps):
         self._background.check_inside()
         if self.read_only or is_stream(state):  # the tensors of an iterator are not copied
             return
+        while self._retrying.warns and not self._background.join(LOOK_S / 4):
+            if self._retrying.is_pending(self._running):  # its copies lie where those of the next save will
+                return
         with self._background.holding_slot("") as slot:
             self._expected, parts = None, flatten(state, of_rank=self._job is not None)
             self.repository.context.engines.start_loading()
@@ -304,7 +329,8 @@ class SnapshotManager(Steps):
         work: list[Callable[[], Sequence[PartInput]]] = []  # `_run` pops it, so that errors do not hold the state
         if is_stream(state):  # an iterator cannot be copied
             work.append(lambda: [inputs_of_stream(state, context.engines)])
-        elif self._async:
+        elif self._async or (self._retrying.warns and threading.current_thread().is_alive()):
+            request.on_retry, handle._on_wait = handle._go_on, partial(self._retrying.hurry, request)
             work.append(self._staging.copy_state(state, learn))
             request.stall_s = time.monotonic() - request.started
             try:
@@ -354,10 +380,17 @@ class SnapshotManager(Steps):
         try:
             inputs = work.pop()()
             if self._job is not None and not inputs[0].once:
-                snapshot = self._job.save(lineage, request, inputs, self._staging)
+                snapshot = self._job.save(lineage, request, inputs, self._staging, self._retrying)
             else:
                 staging = None if inputs[0].once else self._staging  # the tensors of an iterator are no bases
-                snapshot = save(context, lineage, request, inputs, staging)
+                retrying = self._retrying if in_background and staging else None
+                snapshot = save(context, lineage, request, inputs, staging, retrying)
+        except ReplacedError as error:
+            if self._job is not None:
+                self._job.give_up(request.number, error)
+            log.info("run=%s step=%d: save %s has replaced this one", self.run, request.step, error)
+            handle._finish(None, None, skipped=True)
+            return
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
             del inputs  # else this frame of the error would hold them, gigabytes, until it is raised
             clear_frames(error, handled)
@@ -365,7 +398,8 @@ class SnapshotManager(Steps):
                 if self._job is not None:
                     self._job.give_up(request.number, error)
             finally:
-                self._background.fail(handle, request.ref, error, is_noted=in_background)
+                is_noted = in_background and (self._async or handle._is_retried)
+                self._background.fail(handle, request.ref, error, is_noted=is_noted)
             return
         handle._finish(snapshot, None)
         self._running = None
@@ -405,7 +439,11 @@ class SnapshotManager(Steps):
     # -- wait
 
     def wait_until_finished(self) -> None:
-        """Wait for the running save, and raise the error of a save that failed in the background."""
+        """Wait for the running save, and raise the error of a save that failed in the background.
+
+        A save that is tried again (`on_error="warn"`) has one more attempt, at once.
+        """
+        self._retrying.hurry(self._running)
         self._background.join()
         self.check_for_errors()
 
@@ -429,18 +467,21 @@ class SnapshotManager(Steps):
             SnapstoreError: a save failed, or was given up.
             TimeoutError: the store does not answer, so the save still runs, or its gc; at its end it releases both.
         """
+        self._retrying.hurry(self._running)
         self._close(None if timeout is None else min(timeout, threading.TIMEOUT_MAX), None)
 
     def _close(self, timeout: float | None, error: BaseException | None) -> None:
         """Close; if an error has ended this rank, tell it to the other ranks."""
         if self._closed:
             return
+        if timeout is None:
+            self._retrying.hurry(self._running)
         end = None if timeout is None else time.monotonic() + timeout
         ended = self._background.join(timeout)
         if not ended:
             self._background.is_given_up = True
             if self._running is not None:
-                self._running.unwanted = f"close(timeout={timeout:.6g}) has given it up"
+                self._retrying.give_up(self._running, f"close(timeout={timeout:.6g}) has given it up")
             ended = self._background.join(GIVE_UP_S)
         if self._mirror is not None:
             self._mirror.close(None if end is None else max(0.0, end - time.monotonic()))
@@ -525,6 +566,7 @@ class SnapshotManager(Steps):
     def _await_running(self, step: int) -> None:
         """Wait for what runs; once the process is to end, for saves and gcs only as long as the timeout allows."""
         while not self._background.join(LOOK_S):
+            self._retrying.replace(self._running, f"{self.run}@{step}")
             if (ending := self._ending_at(step)) and self._background.is_busy() and not ending.left_s():
                 log.error("run=%s step=%d is not saved: the save before it still runs, or its gc", self.run, step)
                 self._end()
@@ -534,8 +576,9 @@ class SnapshotManager(Steps):
         assert self._ending is not None
         told = self._ending.preemption
         log.warning("run=%s the last save: this process was told to end by %s", self.run, told.teller)
+        self._retrying.end_soon()
         with self._ending.staying():
-            self.close(self._ending.left_s())
+            self._close(self._ending.left_s(), None)
         raise SystemExit(told.status)
 
     def __enter__(self) -> SnapshotManager:
@@ -553,7 +596,10 @@ class SnapshotManager(Steps):
 
     def _wait_idle(self) -> None:
         self._check_open()
+        self._retrying.hurry(self._running)
         self._background.join()
+        if self._retrying.warns:
+            self._background.raise_errors()
 
     def _check_open(self) -> None:
         if self._closed:

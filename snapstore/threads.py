@@ -155,11 +155,34 @@ def imported(name: str) -> Any:
     return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
+_of_thread = threading.local()
+Watch = Callable[[], object]
+
+
+@contextmanager
+def watched(watch: Watch | None) -> Iterator[None]:
+    """Let long pauses in the block call `watch`, which raises to end them; also those of jobs that it starts in pools.
+
+    A store that sends a request again pauses so.
+    """
+    before, _of_thread.watch = current_watch(), watch
+    try:
+        yield
+    finally:
+        _of_thread.watch = before
+
+
+def current_watch() -> Watch | None:
+    """Return what long pauses of this thread call, or None."""
+    found: Watch | None = getattr(_of_thread, "watch", None)
+    return found
+
+
 class Pending(Generic[R]):
     """Results that threads are still computing."""
 
     def __init__(self, function: Callable[[Any], R], items: Sequence[Any]) -> None:
-        self._function, self._items = function, items
+        self._function, self._items, self._watch = function, items, current_watch()
         self._results: list[Any] = [None] * len(items)
         self._error: BaseException | None = None
         self._failed_run = len(items)  # the number of the first item of the run that `_error` ended
@@ -181,8 +204,9 @@ class Pending(Generic[R]):
         """
         error: BaseException | None = None
         try:
-            for i in range(first, min(first + self._step, len(self._items))):
-                self._results[i] = self._function(self._items[i])
+            with watched(self._watch):
+                for i in range(first, min(first + self._step, len(self._items))):
+                    self._results[i] = self._function(self._items[i])
         except BaseException as caught:  # noqa: BLE001  raised by `__call__`
             if caught.__traceback__ is not None:  # this frame refers to the results, which refer to the error
                 caught.__traceback__ = caught.__traceback__.tb_next
@@ -194,7 +218,7 @@ class Pending(Generic[R]):
                 self._error, self._failed_run = error, first
             self._left -= 1
             if not self._left:
-                del self._function, self._items  # they hold memory that nothing needs any more
+                del self._function, self._items, self._watch  # they hold memory that nothing needs any more
                 self._done.set()
 
     def __call__(self) -> list[R]:

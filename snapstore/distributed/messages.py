@@ -13,9 +13,15 @@
     asked     each rank to 0      it has read so many answers
     vote      each rank to 0      whether it finds a snapshot whole, before any rank restores it
     asks      rank 0 to all       it waits until all ranks have asked this question, and so begins no save
+    record    rank 0 to all       a large committed record, for ranks whose store goes away before they can read it
+    go        rank 0 to all       another attempt of the save begins, after one that has failed
+    open      each rank to 0      its store has answered, after a failed attempt
+    hurry     any rank to 0       somebody waits there for the save: its next attempt is the last one
+    left      any rank to all     it takes part in no further attempt of the save, and why
 
-In: typed structs. Out: msgpack, and back. The key of a message of a save has the number of the save, so no message is
-read for another save.
+In: typed structs. Out: msgpack, and back. The key of a message of a save has the numbers of the save and of its
+attempt, so no message is read for another one. What ranks tell of their states holds for all attempts of a save
+(OF_ALL_ATTEMPTS).
 """
 
 from __future__ import annotations
@@ -34,13 +40,15 @@ MAX_TEXT = 900
 #: More manifests than this travel in a message of their own, so a report stays below 2 KiB.
 MAX_REPORTED_MANIFESTS = 8
 #: The names of the keys, which come after the number of the save.
-POSTED_BY_0 = ("begin", "ask", "asks", "outcome", "ask-replicas", "ask-trees", "holders", "digest/0")
+POSTED_BY_0 = ("begin", "ask", "asks", "outcome", "ask-replicas", "ask-trees", "holders", "digest/0", "go", "record")
 POSTED_BY_OTHERS = (
-    *("report/{rank}", "manifests/{rank}", "tree/{rank}", "replicas/{rank}", "failed"),
-    *("digest/{rank}", "trees/{rank}", "changed/{rank}", "changed"),
+    *("report/{rank}", "manifests/{rank}", "tree/{rank}", "replicas/{rank}", "failed", "open/{rank}"),
+    *("digest/{rank}", "trees/{rank}", "changed/{rank}", "changed", "left", "hurry"),
 )
+#: Names, up to the first slash, of the messages that hold for all attempts of a save.
+OF_ALL_ATTEMPTS = {"digest", "ask-trees", "trees", "holders", "changed", "asks", "left", "hurry"}
 CUT = " ... (cut)"
-COMMITTED, FAILED, UNCLEAR = "committed", "failed", "unclear"
+COMMITTED, FAILED, UNCLEAR, REPLACED = "committed", "failed", "unclear", "replaced"
 #: A larger record is not sent with the outcome [bytes].
 MAX_RECORD_BYTES = 900
 #: The fields of a request that must be equal on all ranks, in the order of `Report.request`.
@@ -127,7 +135,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
         text: its message, at most MAX_TEXT characters.
         rank: the rank that raised it.
         ranks: the ranks that it is about, at most 16.
-        not_begun: see SnapstoreError.
+        not_begun, retryable: see SnapstoreError.
     """
 
     kind: str
@@ -135,6 +143,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     ranks: list[int] = []
     not_begun: bool = False
+    retryable: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failed:
@@ -144,9 +153,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
         kind = next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
         text = str(error) if kind else f"{type(error).__name__}: {error}"
         text = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - len(CUT)]}{CUT}"
-        return cls(
-            kind or "RanksError", text, rank, list(getattr(error, "ranks", ()))[:16], getattr(error, "not_begun", False)
-        )
+        about, flags = list(getattr(error, "ranks", ()))[:16], ("not_begun", "retryable")
+        return cls(kind or "RanksError", text, rank, about, *(getattr(error, name, False) for name in flags))
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -157,17 +165,20 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a save: COMMITTED, FAILED, or UNCLEAR: the record decides.
+    """The end of an attempt of a save: COMMITTED, FAILED, UNCLEAR: the record decides, or REPLACED by a newer save.
 
     Attributes:
+        failed: why; if REPLACED, its text is the run@step of the newer save.
         record: the committed record, if it is small; else each rank reads it.
         is_stale: whether the ranks exchange holders in the next save.
+        again: whether another attempt follows, or a message that none does: the ranks keep their inputs.
     """
 
     state: str
     failed: Failed | None = None
     record: bytes = b""
     is_stale: bool = False
+    again: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -237,7 +248,7 @@ def raised(failed: Failed, own_rank: int) -> SnapstoreError:
         kind = RanksError
     text = failed.text if failed.rank == own_rank else f"rank {failed.rank}: {failed.text}"
     error = kind(*text.split("\n"))
-    error.not_begun = failed.not_begun
+    error.not_begun, error.retryable = failed.not_begun, failed.retryable
     if isinstance(error, RanksError):
         error.ranks = tuple(failed.ranks) or (failed.rank,)
     return error

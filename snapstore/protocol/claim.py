@@ -33,6 +33,7 @@ from ..errors import (
     SnapstoreError,
     StorageError,
     StorageFullError,
+    lasting,
 )
 from ..format import records
 from ..format.keys import parse_record_key, quarantined_names
@@ -158,9 +159,12 @@ class Claim(Putter):
         try:
             config = self._same_repository.enter_context(confirmed(self._context))
             if config is not None and config.digest_seed != self._context.config.digest_seed:
-                raise StorageError(
-                    f"{self.store.url}: config has another digest seed than when this repository was opened: it was "
-                    f"replaced or repaired; nothing was written; open the repository again, then {self.verb} again"
+                raise lasting(
+                    StorageError(
+                        f"{self.store.url}: config has another digest seed than when this repository was opened: it "
+                        f"was replaced or repaired; nothing was written; open the repository again, then {self.verb} "
+                        "again"
+                    )
                 )
             self._is_announced = True
             self.store.lock(self._session_key, self._announced)
@@ -215,7 +219,7 @@ class Claim(Putter):
         try:
             if self._is_announced:
                 self.store.release(self._session_key)
-        except StorageError as error:
+        except SnapstoreError as error:
             orphaned_sessions.add(self.id)
             log.warning("session %s could not be removed: %s", self.id, error)
         finally:
@@ -286,6 +290,13 @@ class Claim(Putter):
                     raise
                 failure = error
                 continue
+            except SnapstoreError as error:  # the save is wanted no more: its watch has ended a pause between requests
+                if not self._may_land:
+                    raise
+                why = str(error).partition("; nothing was")[0]
+                raise StorageError(
+                    f"{why}; whether it was committed is unknown: run 'snapstore log' once the store answers again"
+                ) from error
             if ruling.write_id == snapshot.write_id:
                 return snapshot  # a response may have been lost; the commit was not
             raise ConflictError(
@@ -324,11 +335,23 @@ class Claim(Putter):
         self._may_land, self._key_taken = False, True
         return found
 
+    def settle(self) -> Snapshot:
+        """Return the record that the key of a claim holds which has ended and `is_unclear`; make sure that it has one.
+
+        Raises:
+            StorageError: the store failed: it is still unclear.
+        """
+        with confirmed(self._context):
+            found = self._create(self._substitute("the commit had no answer"))
+        orphaned_sessions.discard(self.id)
+        self._release()
+        return found
+
     def _withdraw(self, snapshot: Snapshot, substitute: Snapshot, failure: StorageError) -> None:
         """Make sure that the failed commit can never appear later. Return only if it turns out to have landed."""
         try:
             ruling = self._create(substitute)
-        except StorageError:
+        except SnapstoreError:
             raise StorageError(
                 f"{self.verb} {snapshot.ref}: the commit failed and could not be rolled back ({failure}); "
                 "whether it was committed is unknown: run 'snapstore log' once the store answers again"

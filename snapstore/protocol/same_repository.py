@@ -20,10 +20,12 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..catalog.read_twice import exists, read_small
 from ..context import Context
-from ..errors import FormatError, IntegrityError, NotFoundError, StorageError
+from ..errors import FormatError, IntegrityError, NotFoundError, StorageError, lasting
 from ..format.records import Config
 from ..storage.base import ObjectStore
 from ..text import log
+
+_NO_CONFIG = "it has no config"
 
 
 class Opened(Protocol):
@@ -75,12 +77,15 @@ def confirmed(context: Context) -> Iterator[Config | None]:
     with context.store.pinned():
         config, problem = _compare(context.store, context.index.uuid)
         if problem:
+            # Without a config there is no repository: an empty folder under an unmounted volume, which may come back.
+            is_replaced = config is not None or problem != _NO_CONFIG
             if config is not None:  # records prove nothing: reading this one may have cached its records
                 same = config.digest_seed == context.config.digest_seed
             else:
                 same = any(exists(context.store, key) for key in context.index.some_keys())
             if not same:
-                raise _not_opened(context.store, problem)
+                error = _not_opened(context.store, problem)
+                raise lasting(error) if is_replaced else error
             log.warning("%s: %s, since it was opened; open it again", context.store.url, problem)
         yield config
 
@@ -97,7 +102,7 @@ def _compare(store: ObjectStore, uuid: str) -> tuple[Config | None, str]:
     try:
         found = read_small(store, Config, "config")
     except NotFoundError:
-        return None, "it has no config"
+        return None, _NO_CONFIG
     except (IntegrityError, FormatError):
         return None, "its config is damaged"
     problem = f"its config has another uuid, expected {uuid}, got {found.uuid[:80]!r}"

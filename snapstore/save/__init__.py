@@ -4,6 +4,7 @@ Read pipeline.py first: it has all steps. The training loop waits for staging.py
 deleted, and the engine decides delta or full, by format/manifests/delta_choice.py.
 
 background.py       the thread of a manager's save, its slot and its handle
+retrying.py         the further attempts of a save whose store is away
 inputs.py           the checked request, each tensor on its way to the store, the parent of the next save
 streaming.py        tensors from an iterator, for a state larger than memory
 staging.py          the private copy of the state, and the bytes that are the next save's bases

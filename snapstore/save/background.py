@@ -231,12 +231,16 @@ class SaveHandle:
     """A save that runs or has ended.
 
     Attributes:
-        skipped: whether no save was begun, because the step is off the interval, or another save was running.
+        skipped: whether there is no snapshot of this save, and no error: the step is off the interval, another save was
+            running, or a newer save has replaced this one while its store was away (`on_error="warn"`).
     """
 
     def __init__(self, *, skipped: bool = False) -> None:
         self.skipped = skipped
         self._finished = threading.Event()
+        self._returned = threading.Event()  # whether a synchronous `save` returns: finished, or tried again
+        self._is_retried = False  # whether an attempt has failed, and others follow in the background
+        self._on_wait: Callable[[], object] = lambda: None  # called when `result` waits
         self._snapshot: Snapshot | None = None
         self._error: BaseException | None = None
         self._has_raised = False  # whether `result` has raised the error
@@ -244,7 +248,7 @@ class SaveHandle:
         self._thread: int | None = None  # the thread that saves
         self._pid = os.getpid()
         if skipped:
-            self._finished.set()
+            self._finish(None, None)
 
     def __repr__(self) -> str:
         state = "skipped" if self.skipped else "running" if not self.done() else self._error or self._snapshot
@@ -255,11 +259,13 @@ class SaveHandle:
         raise TypeError("a SaveHandle cannot be pickled or copied; use the snapshot that its result() returns")
 
     def done(self) -> bool:
-        """Return whether the save has committed, failed, or was skipped."""
+        """Return whether the save has committed, failed, or was skipped. While it is tried again it is not done."""
         return self._finished.is_set()
 
     def result(self, timeout: float | None = None) -> Snapshot | None:
         """Wait up to `timeout` seconds; return the committed snapshot, or None for a skipped save.
+
+        A save that is tried again (`on_error="warn"`) has one more attempt at once, and the error of that is raised.
 
         Raises:
             InvalidInputError: the thread that saves calls, from a handler of the log for example; or a forked child.
@@ -273,6 +279,7 @@ class SaveHandle:
                 )
             if self._pid != os.getpid():
                 raise InvalidInputError("this save runs in the process before the fork: call result there")
+            self._on_wait()
         if not self._finished.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"the save has not finished within {timeout} s")
         if self._error is not None:
@@ -280,6 +287,19 @@ class SaveHandle:
             raise self._error
         return self._snapshot
 
-    def _finish(self, snapshot: Snapshot | None, error: BaseException | None) -> None:
+    def _finish(self, snapshot: Snapshot | None, error: BaseException | None, *, skipped: bool = False) -> None:
         self._snapshot, self._error = snapshot, error
+        self.skipped = self.skipped or skipped
         self._finished.set()
+        self._returned.set()
+
+    def _await_return(self) -> None:
+        """Wait until the save has finished, or is tried again; raise its error unless the manager's next call does."""
+        self._returned.wait()
+        if self.done() and not self._is_noted:
+            self.result()
+
+    def _go_on(self) -> None:
+        """Note that the save is tried again in the background."""
+        self._is_retried = True
+        self._returned.set()

@@ -49,6 +49,17 @@ class SaveRequest:
         started: when the caller began [s, time.monotonic].
         stall_s: how long the caller waited; None: until the commit.
         unwanted: why this save must end without a commit; "": it need not. Any thread may set it while the save runs.
+        is_awaited: whether somebody waits for this save: then its next attempt is the last one (retrying.py).
+        replaced_by: run@step of the newer save that replaces this one; "": there is none.
+        warns: whether further attempts may follow one that fails, if it is the first one.
+        is_suspect: whether an attempt has failed since the last commit of this manager.
+        is_open: whether the store has answered the attempt that runs; in a job, the stores of all ranks.
+        is_pausing: whether no attempt runs: the next one is due after a pause.
+        attempted: when the attempt that runs has begun [s, time.monotonic].
+        is_last: whether no attempt follows the one that runs.
+        decide: returns whether another attempt follows the one that has failed with an error. It is asked once.
+        watch: `require_wanted`, always the same object.
+        on_retry: called after each failed attempt that another one follows.
         number: of this save among those of the job's ranks.
         last: id of this process's last save of the run, if it has not restored the run since.
         first_seq: the lowest sequence number to take.
@@ -70,6 +81,16 @@ class SaveRequest:
     started: float = field(default_factory=time.monotonic)
     stall_s: float | None = None
     unwanted: str = ""
+    is_awaited: bool = False
+    replaced_by: str = ""
+    warns: bool = False
+    is_suspect: bool = False
+    is_open: bool = False
+    is_pausing: bool = False
+    attempted: float = field(default_factory=time.monotonic)
+    is_last: bool = True
+    decide: Callable[[BaseException], bool] = lambda error: False
+    on_retry: Callable[[], object] = lambda: None
     number: int = 0
     last: str | None = None
     first_seq: int = 0
@@ -77,6 +98,7 @@ class SaveRequest:
     created: float | None = None
     metadata_node: msgspec.Raw = field(init=False)
     _metrics: dict[str, MetricRead] = field(init=False)
+    watch: Callable[[], None] = field(init=False)
 
     def __post_init__(self, metrics: Mapping[str, SupportsFloat] | None) -> None:
         require_memory_of_tensors("save")
@@ -87,6 +109,7 @@ class SaveRequest:
         self.tags = check_tags(self.tags)
         self._metrics = check_metrics(metrics or {})
         self.metadata_node = encode_metadata(self.metadata)
+        self.watch = self.require_wanted
 
     @property
     def ref(self) -> str:

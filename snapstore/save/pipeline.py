@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from ..catalog.history import View
 from ..context import Context
-from ..errors import SnapstoreError, out_of_memory
-from ..format.records import Snapshot
+from ..errors import SnapstoreError, StorageError, out_of_memory
+from ..format.records import COMMITTED, Snapshot
 from ..protocol import tags
 from ..protocol.session import SaveSession
 from ..text import human_bytes, log
 from .inputs import Lineage, PartInput, SaveRequest
 from .known_chunks import load_bases, next_generation
 from .manifest_writer import Written, write
+from .retrying import Retrying
 from .staging import Staging
 
 
 def save(
-    context: Context, lineage: Lineage, request: SaveRequest, inputs: Sequence[PartInput], staging: Staging | None
+    context: Context,
+    lineage: Lineage,
+    request: SaveRequest,
+    inputs: Sequence[PartInput],
+    staging: Staging | None,
+    retrying: Retrying | None = None,
 ) -> Snapshot:
     """Store a state and commit it.
 
@@ -32,6 +38,7 @@ def save(
         lineage: gives the manifests of the run's last save, and takes those of this one.
         inputs: from `staging.copy`; or from `inputs_of`: then the caller waits, and its own memory is read.
         staging: keeps the bytes as the next base. None: no bytes are kept; pass None for the inputs of an iterator.
+        retrying: makes further attempts; the inputs must be copies. None: there is one attempt.
 
     Raises:
         InvalidInputError: an array was changed meanwhile. Nothing was committed; the same holds for the other errors.
@@ -39,20 +46,64 @@ def save(
         ConflictError: a gc has expired this save; save again.
         Anything that the iterator raises.
     """
-    with context.store.pinned():  # the session checks the repository; tags leave other snapshots after it has ended
-        before = context.index.refresh(request.run) if request.tags else None
+    attempts = _Attempts(context, lineage, request, inputs, staging)
+    with staging.saving(inputs) if staging else nullcontext():
+        return retrying.run(request, attempts.one) if retrying else attempts.one()
+
+
+class _Attempts:
+    """The attempts of one save; see `save`. Each attempt has a session of its own."""
+
+    def __init__(
+        self,
+        context: Context,
+        lineage: Lineage,
+        request: SaveRequest,
+        inputs: Sequence[PartInput],
+        staging: Staging | None,
+    ) -> None:
+        self._context, self._lineage, self._request = context, lineage, request
+        self._inputs, self._staging = inputs, staging
+        self._unclear: tuple[SaveSession, Written] | None = None  # of the last attempt, if it may have committed
+
+    def one(self) -> Snapshot:
+        """Commit, and keep the inputs as the next base; each attempt pins the place, which may be mounted anew."""
+        context, request, staging = self._context, self._request, self._staging
         advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
-        with staging.saving(inputs) if staging else nullcontext():
-            with out_of_memory("save", advice), request.session(context) as session:
-                session.watch = request.require_wanted
-                bases = load_bases(context, session, lineage.cached_manifests())
-                written = write(context, session, inputs, bases, full=request.full, staging=staging)
-                request.before_commit()
-                snapshot = commit(session, request, written, written.bases.snapshots)
+        with context.store.pinned():  # the session checks the repository; tags leave other snapshots after it has ended
+            before = context.index.refresh(request.run) if request.tags else None
+            snapshot, written = self._settled() or (None, None)
+            if snapshot is None or written is None:
+                session = request.session(context)
+                try:
+                    with out_of_memory("save", advice), session:
+                        session.watch, request.is_open = request.require_wanted, True
+                        bases = load_bases(context, session, self._lineage.cached_manifests())
+                        written = write(context, session, self._inputs, bases, full=request.full, staging=staging)
+                        request.before_commit()
+                        snapshot = commit(session, request, written, written.bases.snapshots)
+                except StorageError:
+                    if written is not None and session.is_unclear:
+                        self._unclear = session, written
+                    raise
             if staging:
-                staging.keep_as_base(inputs, snapshot.id)
-        lineage.note_saved(snapshot, written.manifests_by_name)
-        return finish(context, request, snapshot, written.headers, before)
+                staging.keep_as_base(self._inputs, snapshot.id)
+            self._lineage.note_saved(snapshot, written.manifests_by_name)
+            return finish(context, request, snapshot, written.headers, before)
+
+    def _settled(self) -> tuple[Snapshot, Written] | None:
+        """Return the snapshot of the last attempt if its record is there after all; else make sure it never is.
+
+        If the store does not answer, the next attempt shows that. It may then save the step a second time, which costs
+        space; the newer one counts.
+        """
+        unclear, self._unclear = self._unclear, None
+        if unclear is not None:
+            with suppress(StorageError):
+                found = unclear[0].settle()
+                if found.state == COMMITTED:
+                    return found, unclear[1]
+        return None
 
 
 def finish(

@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import PAGE_BYTES
-from ..errors import CapabilityError, StorageError
+from ..errors import CapabilityError, StorageError, lasting
 from .base import already_exists
 from .folders import (
     Identity,
@@ -177,9 +177,11 @@ class AtomicWriter:
                 if os.path.samestat(os.fstat(fd), status):
                     return  # a network file system linked it, lost its reply and asked again
                 if not stat.S_ISREG(status.st_mode):
-                    raise StorageError(
-                        f"{key} in {self._url}: expected a free name, found something that is not a file, which "
-                        "snapstore never makes; remove it, then try again"
+                    raise lasting(
+                        StorageError(
+                            f"{key} in {self._url}: expected a free name, found something that is not a file, which "
+                            "snapstore never makes; remove it, then try again"
+                        )
                     ) from error
             self.fsync_name(folder, key)
             raise already_exists(key, self._url) from error

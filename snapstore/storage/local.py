@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..errors import CapabilityError, NotFoundError, SnapstoreError, StorageError
+from ..errors import CapabilityError, NotFoundError, SnapstoreError, StorageError, lasting
 from . import sandbox_folders
 from .atomic_write import AtomicWriter, make_root, open_temps
 from .base import (
@@ -429,9 +429,11 @@ class LocalStore(ObjectStore):
     def _failed(self, key: str, verb: str, error: OSError) -> SnapstoreError:
         """Return an OSError as an error of snapstore, with the name of the thing first."""
         if isinstance(error, SymbolicLinkError):
-            return StorageError(
-                f"{error.filename} in {self.url}: is a symbolic link, which snapstore does not follow inside a "
-                "repository; put what it leads to in its place, or remove it"
+            return lasting(
+                StorageError(
+                    f"{error.filename} in {self.url}: is a symbolic link, which snapstore does not follow inside a "
+                    "repository; put what it leads to in its place, or remove it"
+                )
             )
         return translate(f"{self.url if key == '/' else f'{key} in {self.url}'}: cannot {verb}", error)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 
-from ..errors import NotFoundError, SnapstoreError, StorageError, StorageFullError
+from ..errors import NotFoundError, SnapstoreError, StorageError, StorageFullError, lasting
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
@@ -65,7 +65,8 @@ def translate(what: str, error: OSError) -> SnapstoreError:
     if is_full(error):
         return StorageFullError(f"{what}: no space or quota left ({name}); free some, or run 'snapstore gc'")
     if error.errno in _REFUSED:
-        return StorageError(f"{what}: read-only or no permission ({name}); check the mount and who owns the directory")
+        advice = "check the mount and who owns the directory"
+        return lasting(StorageError(f"{what}: read-only or no permission ({name}); {advice}"))
     if is_too_many_files(error):
         return StorageError(f"{what}: too many open files ({name}); raise the limit (ulimit -n), then try again")
     return StorageError(f"{what}: {error.strerror or error} ({name}); check the disk and the mount, then try again")

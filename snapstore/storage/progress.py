@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from ..threads import Watch, current_watch
+
 T = TypeVar("T")
 
 
@@ -55,8 +57,9 @@ class Progress:
 
 
 _shown: Progress | None = None
-#: The threads whose requests are sent again: thread -> (name of the store, when the first attempt failed [monotonic]).
-_retrying: dict[int, tuple[str, float]] = {}
+#: The threads whose requests are sent again: thread -> (name of the store, when the first attempt failed [monotonic],
+#: what ends their pauses).
+_retrying: dict[int, tuple[str, float, Watch | None]] = {}
 
 
 @contextmanager
@@ -110,7 +113,7 @@ def whole(nbytes: int) -> Iterator[None]:
 
 def begin_retry(store: str) -> None:
     """Note that this thread will send a request again, unless that is noted already."""
-    _retrying.setdefault(threading.get_ident(), (store, time.monotonic()))
+    _retrying.setdefault(threading.get_ident(), (store, time.monotonic(), current_watch()))
 
 
 def end_retry() -> None:
@@ -118,7 +121,12 @@ def end_retry() -> None:
     _retrying.pop(threading.get_ident(), None)
 
 
-def retrying() -> tuple[str, float] | None:
-    """Return (a store whose requests are sent again, for how long already [s]); None: there is none."""
-    since = min(list(_retrying.values()), key=lambda entry: entry[1], default=None)
+def retrying(watch: Watch | None = None) -> tuple[str, float] | None:
+    """Return (a store whose requests are sent again, for how long already [s]); None: there is none.
+
+    Args:
+        watch: only requests that it ends (`threads.watched`); None: all.
+    """
+    found = [entry for entry in list(_retrying.values()) if watch is None or entry[2] is watch]
+    since = min(found, key=lambda entry: entry[1], default=None)
     return since and (since[0], time.monotonic() - since[1])

@@ -17,7 +17,7 @@ from snapstore.storage.kept_open import KeptOpen
 from snapstore.storage.local import LocalStore
 
 WALK = Path(__file__).parents[2] / "docs/design/walk.md"
-MOST_FRAMES_OF_A_SAVE = 14
+MOST_FRAMES_OF_A_SAVE = 16
 
 
 def sections():

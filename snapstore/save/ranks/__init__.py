@@ -6,6 +6,7 @@ of any rank at any step harms nothing.
 job.py           the part of one rank's SnapshotManager in the saves of all ranks
 holders.py       which ranks hold the plain tensors that not all ranks hold
 together.py      one save: rank 0 leads and commits, the others follow
+attempts.py      the messages of further attempts, and of the end of a save
 writer.py        the bytes of one rank's save
 merged_trees.py  what rank 0 compares between ranks, and the trees of all ranks as one
 agreement.py     compare the values that must be equal on all ranks

@@ -33,6 +33,7 @@ from ...text import some
 from ...threads import msgpack_decoder
 from ..shares import Name, common
 from .merged_trees import PartTree, decode_trees, encode_trees, holders_of
+from .outcomes import ended
 
 T = TypeVar("T")
 #: Waits that end once other ranks have called `save`; in the others, ranks may have much to write.
@@ -191,8 +192,7 @@ class HolderExchange:
             if (data := ranks.look(key("failed"))) is not None:
                 raise messages.raised(decode(data, Failed), ranks.rank)
             if (data := ranks.look(key("outcome"))) is not None:
-                failed = decode(data, Outcome).failed
-                raise messages.raised(failed, ranks.rank) if failed else RanksError("rank 0 has ended this save")
+                raise ended(decode(data, Outcome), ranks.rank)
 
         warn_s = base.WARN_S if what in _CALLS else None
         return wait_for(look, Watch(ranks, what, who, ranks.total_s, self._prefix, look_for_the_end, warn_s))

@@ -24,6 +24,7 @@ from ...format.records import Snapshot
 from ...protocol.same_repository import Opened
 from ..inputs import Lineage, PartInput, SaveRequest, plain_names, turns_of
 from ..pipeline import finish
+from ..retrying import ReplacedError, Retrying
 from ..shares import Name, RankShares, Replicas
 from ..staging import Learn, Staging
 from .holders import HolderExchange, Holders, Turns, require_kept
@@ -32,6 +33,7 @@ from .outcomes import in_save
 from .together import RankSaves
 from .writer import RankWriter
 
+_ADVICE = "free memory, then save again; 'snapstore log' shows whether this save was committed"
 R = TypeVar("R", bound=Opened)
 _users: WeakKeyDictionary[Ranks, count[int]] = WeakKeyDictionary()
 _users_lock = threading.Lock()
@@ -62,7 +64,7 @@ class RankJob:
         self._holders_are_sure = False  # whether no save has failed here since
         self._own: frozenset[Name] = frozenset()  # the plain tensors of this rank at that time
         self._turns: Turns = {}  # as rank 0 has told them last
-        self._learnt_in = self._answered_in = -1  # the numbers of saves
+        self._learnt_in = self._answered_in = self._exchanged_in = -1  # the numbers of saves
         self._exchange: HolderExchange | None = None  # of the save that runs
         self._has_failed = False  # whether the last save has failed
 
@@ -172,14 +174,17 @@ class RankJob:
         def check() -> None:
             request.require_wanted()
             self._job.require_begun(request.number, request)
+            if self._job.attempt_of(request.number):
+                self._job.require_all(request.number)
 
         exchange = HolderExchange(self.ranks, partial(self._job.key, request.number), check, self._prefix)
         own, found, turns, self._exchange = plain_names(inputs), self._holders, self._turns, exchange
         try:
             if exchange.is_wanted(here=not self._holders_are_sure or own != self._own):
-                known = self._holders if self._holders_are_sure else None
+                known, self._exchanged_in = self._holders if self._holders_are_sure else None, request.number
                 found, turns = exchange.holders(trees_of(inputs), own, partial(self._choose, inputs), known)
             elif own != self._own:
+                self._exchanged_in = request.number
                 found, turns = exchange.ask(own)
         except RanksError as error:
             raise in_save(request.ref, error, "nothing was committed") from error
@@ -204,6 +209,7 @@ class RankJob:
             found = self._exchange.answer(self._holders, self._own, self._turns)
             if found is not None:
                 self._holders, self._answered_in, self._job.is_stale = found, number, self._exchange.is_stale
+                self._exchanged_in = number
 
     def give_up(self, number: int, error: BaseException, *, not_begun: bool = False) -> None:
         """Tell the other ranks that this one does not take part in a save.
@@ -211,27 +217,69 @@ class RankJob:
         Args:
             not_begun: see `numbered`.
         """
-        self._holders_are_sure, self._has_failed = False, True
+        # After a save that was replaced the holders are those of before, unless the ranks have exchanged them in it.
+        is_kept = isinstance(error, ReplacedError) and self._exchanged_in != number
+        self._holders_are_sure, self._has_failed = self._holders_are_sure and is_kept, True
         self._job.give_up(number, error, not_begun=not_begun)
 
-    def save(self, lineage: Lineage, request: SaveRequest, inputs: Sequence[PartInput], staging: Staging) -> Snapshot:
+    def save(
+        self,
+        lineage: Lineage,
+        request: SaveRequest,
+        inputs: Sequence[PartInput],
+        staging: Staging,
+        retrying: Retrying,
+    ) -> Snapshot:
         """Store this rank's share, and return the snapshot of all ranks once it is committed.
 
+        Args:
+            retrying: on rank 0 it decides whether another attempt follows one that has failed, for all ranks.
+
         Raises:
+            ReplacedError: a newer save has replaced this one, on all ranks.
             SnapstoreError: see `RankSaves.save`.
         """
+        job, number = self._job, request.number
+        job.unclear = None
+
+        def attempt() -> Snapshot:
+            nonlocal inputs
+            with job.context.store.pinned(), out_of_memory("save", _ADVICE):
+                inputs = self._learnt(request, staging, inputs)
+                return self._attempt(lineage, request, inputs, staging)
+
+        with staging.saving(inputs):
+            if self.leads:
+                return retrying.run(request, attempt, partial(job.look_for_hurry, number, request))
+            return retrying.follow(request, attempt, partial(job.wait_for_attempt, number, request))
+
+    def _learnt(self, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]) -> Sequence[PartInput]:
+        """Return `_learn` of an attempt, which begins here on rank 0."""
+        if not self.leads:
+            return self._learn(request, staging, inputs)
+        if self._job.unclear is None:
+            self._job.begin_attempt(request.number)
+        try:
+            return self._learn(request, staging, inputs)
+        except Exception as error:
+            self._job.fail_attempt(request.number, request, error)
+            raise
+
+    def _attempt(
+        self, lineage: Lineage, request: SaveRequest, inputs: Sequence[PartInput], staging: Staging
+    ) -> Snapshot:
         context = self._job.context
-        before = context.index.refresh(request.run) if request.tags and self.leads else None
-        advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
-        with context.store.pinned():
-            with staging.saving(inputs), out_of_memory("save", advice):
-                inputs = self._learn(request, staging, inputs)
-                with closing(RankWriter(context, lineage, self.ranks, request, inputs, staging)) as data:
-                    snapshot = self._job.save(request.number, request, data)
-                staging.keep_as_base(inputs, snapshot.id)
-            self._has_failed, self._holders_are_sure = False, not self._job.is_stale
-            lineage.note_saved(snapshot, data.manifests)
-            return finish(context, request, snapshot, data.headers, before) if self.leads else snapshot
+        try:
+            before = context.index.refresh(request.run) if request.tags and self.leads else None
+        except Exception as error:
+            self._job.fail_attempt(request.number, request, error)
+            raise
+        with closing(RankWriter(context, lineage, self.ranks, request, inputs, staging)) as data:
+            snapshot = self._job.save(request.number, request, data)
+        staging.keep_as_base(inputs, snapshot.id)
+        self._has_failed, self._holders_are_sure = False, not self._job.is_stale
+        lineage.note_saved(snapshot, data.manifests)
+        return finish(context, request, snapshot, data.headers, before) if self.leads else snapshot
 
     def close(self, error: BaseException | None = None, *, ends_channel: bool, limit_s: float | None = None) -> None:
         """Tell the other ranks that this one has ended, and stop its heartbeats for this manager.

@@ -11,7 +11,9 @@ from __future__ import annotations
 import time
 
 from ...context import Context
+from ...distributed import messages
 from ...distributed.base import RESTART, ChannelError
+from ...distributed.messages import REPLACED, Outcome
 from ...errors import DAMAGE, RanksError, SnapstoreError, StorageError
 from ...format import records
 from ...format.keys import record_key
@@ -19,6 +21,7 @@ from ...format.records import ABORTED, MAX_OBJECT_BYTES, Snapshot
 from ...protocol.liveness import aborted
 from ...protocol.revisions import create
 from ..inputs import SaveRequest
+from ..retrying import ReplacedError
 
 #: How often the record of a committed save is read, before it counts as unreadable.
 READ_ATTEMPTS = 3
@@ -33,6 +36,15 @@ def in_save(ref: str, error: RanksError, outcome: str) -> RanksError:
     told = RanksError(f"{named}{ended}{advice}", ranks=error.ranks)
     told.not_begun = error.not_begun
     return told
+
+
+def ended(outcome: Outcome, rank: int) -> Exception:
+    """Return the error to raise on a rank for rank 0's outcome, of an attempt that has committed nothing."""
+    if outcome.failed is None:
+        return RanksError("rank 0 has ended this save")
+    if outcome.state == REPLACED:
+        return ReplacedError(outcome.failed.text)
+    return messages.raised(outcome.failed, rank)
 
 
 def read_or_abort(context: Context, request: SaveRequest, save_id: str, rank: int, lost: RanksError) -> Snapshot:

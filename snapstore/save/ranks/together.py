@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,6 +29,7 @@ from ...distributed.base import Ranks, Watch, ended_error, ended_processes, rank
 from ...distributed.messages import (
     COMMITTED,
     FAILED,
+    REPLACED,
     UNCLEAR,
     Ask,
     Begin,
@@ -48,19 +48,20 @@ from ...format.keys import quarantined_names
 from ...format.records import Snapshot
 from ...protocol.session import SaveSession, SharedSession
 from ...text import log
+from ...threads import watched
 from ..inputs import SaveRequest
+from ..retrying import ReplacedError
 from .agreement import compare, compare_replicas
-from .outcomes import in_save, read_committed, read_or_abort, read_record
+from .attempts import LOOK_S, RankAttempts
+from .outcomes import ended, in_save, read_committed, read_or_abort, read_record
 from .writer import RankWriter
 
-#: A rank that writes looks so often whether the save was given up [s].
-LOOK_S = 0.5
 #: After rank 0 has looked for the reports one by one, it pauses for so many times as long.
 PASS_PAUSE = 20
 
 
 @dataclass(slots=True)
-class RankSaves:
+class RankSaves(RankAttempts):
     """The saves of one run by the ranks of a job, on one of them.
 
     Attributes:
@@ -68,10 +69,12 @@ class RankSaves:
         prefix: of all keys of these saves.
         answer: called with a save's number while rank 0 waits for reports: answers ranks that cannot report before it.
         known_trees: the trees of the last save's ranks by digest, so that rank 0 asks for each once (only on rank 0).
-        old_keys: posted by this rank, with the numbers of their saves: no rank looks them up again once all take part
-            in a later save.
+        old_keys: posted by this rank, with the numbers of their saves and attempts: no rank looks them up again once
+            all take part in a later one.
         warned: the buffers that were warned of: see `compare_replicas` (only on rank 0).
         is_stale: whether the ranks exchange holders in the next save, as rank 0 says; see `HolderExchange`.
+        attempt: the number of the save that runs, and of its attempt, from 0.
+        unclear: of the last attempt, if it may have been committed: its session (only on rank 0), id and writer.
     """
 
     context: Context
@@ -80,37 +83,23 @@ class RankSaves:
     prefix: str = ""
     answer: Callable[[int], object] = lambda _: None
     known_trees: dict[bytes, bytes] = field(default_factory=dict)
-    old_keys: dict[str, int] = field(default_factory=dict)
+    old_keys: dict[str, tuple[int, float]] = field(default_factory=dict)
     warned: set[frozenset[str]] = field(default_factory=set)
     is_stale: bool = False
+    attempt: tuple[int, int] = (-1, 0)
+    unclear: tuple[SaveSession | None, str, RankWriter] | None = None
     _next_look: float = 0.0
 
     def save(self, number: int, request: SaveRequest, data: RankWriter) -> Snapshot:
-        """Save on this rank; every rank calls it with the same number, and gets the same snapshot or an error.
+        """Make one attempt to save; every rank calls it with the same number, and gets the same snapshot or an error.
 
         Raises:
             SnapstoreError: this rank's error; or the first error of another rank, which it names. Nothing was
                 committed, unless the error says that this is not known.
         """
         one = _Save(self, number, request, data)
-        try:
-            return one.lead() if self.ranks.rank == 0 else one.follow()
-        finally:
-            self._note_keys(number)
-
-    def give_up(self, number: int, error: BaseException, *, not_begun: bool = False) -> None:
-        """Tell the other ranks that this one cannot take part in a save, before it has begun here.
-
-        It raises no error of the channel, which would replace `error`.
-        """
-        failed = Failed.of(error, self.ranks.rank)
-        failed = msgspec.structs.replace(failed, not_begun=not_begun or failed.not_begun)
-        self._note_keys(number)
-        with suppress(SnapstoreError):
-            if self.ranks.rank == 0:
-                self.ranks.post(self.key(number, "outcome"), encode(Outcome(FAILED, failed)))
-            else:
-                self.ranks.post(self.key(number, "failed"), encode(failed))
+        self.note_keys(number)
+        return one.lead() if self.ranks.rank == 0 else one.follow()
 
     def require_begun(self, number: int, request: SaveRequest) -> None:
         """Raise InvalidInputError if rank 0 waits for a question instead of the save; it looks twice a second."""
@@ -122,14 +111,6 @@ class RankSaves:
                     f"save {request.ref}: rank {self.ranks.rank} is in save, but rank 0 waits in {question}: call it "
                     "on all ranks, or use a snapstore.Repository on one; nothing was committed"
                 )
-
-    def _note_keys(self, number: int) -> None:
-        names = messages.POSTED_BY_0 if self.ranks.rank == 0 else messages.POSTED_BY_OTHERS
-        self.old_keys.update((self.key(number, name.format(rank=self.ranks.rank)), number) for name in names)
-
-    def key(self, number: int, name: str) -> str:
-        """Return the key of a message of a save."""
-        return f"{self.prefix}{number}/{name}"
 
 
 class _Save:
@@ -146,45 +127,74 @@ class _Save:
     # -- rank 0
 
     def lead(self) -> Snapshot:
-        """Lead the save, and commit it."""
-        request, session = self._request, None
-        outcome = Outcome(FAILED, Failed("RanksError", "rank 0 has ended", 0))
+        """Lead the attempt, and commit."""
+        job, request, session = self._job, self._request, None
+        is_committed = False
         try:
-            session = request.session(self._context)
-            with session:
-                snapshot = self._lead(session)
-                data = records.encode(snapshot)
-                data = data if len(data) <= messages.MAX_RECORD_BYTES else b""
-                outcome = Outcome(COMMITTED, record=data, is_stale=self._job.is_stale)
+            snapshot = self._settled()
+            if snapshot is None:
+                job.begin_attempt(self._number)
+                session = request.session(self._context)
+                with session:
+                    snapshot = self._lead(session)
+                    is_committed = True
+                    self._tell_committed(snapshot)
             return snapshot
         except BaseException as error:
-            if outcome.state != COMMITTED:
-                unclear = session is not None and (session.is_unclear or not isinstance(error, Exception))
-                told = error
-                if isinstance(error, RanksError) and not unclear:
-                    told = in_save(request.ref, error, "nothing was committed")
-                outcome = Outcome(UNCLEAR if unclear else FAILED, Failed.of(told, 0))
-                if told is not error:
-                    raise told from error
+            if is_committed:
+                raise
+            unclear = session is not None and (session.is_unclear or not isinstance(error, Exception))
+            told = error
+            if isinstance(error, RanksError) and not unclear:
+                told = in_save(request.ref, error, "nothing was committed")
+            job.fail_attempt(self._number, request, told, unclear=unclear)
+            if unclear and session is not None and request.decide(told):
+                job.unclear = session, session.id, self._data
+            if told is not error:
+                raise told from error
             if isinstance(error, RelayedError):
                 raise messages.raised(error.failed, 0) from None
             raise
-        finally:
-            try:
-                self._ranks.post(self._key("outcome"), encode(outcome))
-            except SnapstoreError as error:  # also if the channel is closed: it says nothing about this save
-                log.warning("run=%s the other ranks learn the outcome from the record: %s", request.run, error)
+
+    def _tell_committed(self, snapshot: Snapshot) -> None:
+        data = records.encode(snapshot)
+        try:
+            if len(data) > messages.MAX_RECORD_BYTES:
+                if self._request.warns:
+                    self._ranks.post(self._key("record"), data)
+                data = b""
+            self._ranks.post(self._key("outcome"), encode(Outcome(COMMITTED, record=data, is_stale=self._job.is_stale)))
+        except SnapstoreError as error:
+            log.warning("run=%s the other ranks learn the outcome from the record: %s", self._request.run, error)
+
+    def _settled(self) -> Snapshot | None:
+        """Return the snapshot of the last attempt if it was committed after all; else make sure that it never is.
+
+        Raises:
+            StorageError: the store failed; no further attempt begins before this is known.
+        """
+        unclear = self._job.unclear
+        if unclear is None or unclear[0] is None:
+            return None
+        found = unclear[0].settle()
+        self._job.unclear = None
+        if found.state != records.COMMITTED:
+            return None
+        self._data.adopt(unclear[2])
+        self._tell_committed(found)
+        return found
 
     def _lead(self, session: SaveSession) -> Snapshot:
         """Begin, write, collect and commit, within the session."""
         request, ranks = self._request, self._ranks
         session.watch = self._watch_failures
         session.watch()
-        session.shared = ranks.count > 1
+        session.shared, request.is_open = ranks.count > 1, not request.is_suspect
         bases = [snapshot.key for snapshot in session.usable_bases]
         begin = Begin(session.id, request.step, bases, request.full, bool(session.quarantined))
         ranks.post(self._key("begin"), encode(begin))
         reports = {0: self._data.write(session, begin)} | self._collect(session)
+        request.is_open = True
         compare(reports, request)
         self._data.merge(self._trees(reports, session))
         compare_replicas(reports, request, partial(self._digests, session), self._job.warned)
@@ -296,6 +306,10 @@ class _Save:
             self._next_look = time.monotonic() + LOOK_S
             if (data := self._ranks.look(self._key("failed"))) is not None:
                 raise RelayedError(decode(data, Failed))
+            self._job.require_all(self._number)
+            if not self._request.is_open:
+                keys = [self._key(f"open/{rank}") for rank in range(1, self._ranks.count)]
+                self._request.is_open = self._ranks.look_all(keys) is not None
             ended = sorted(ended_processes(self._ranks))
             if ended := [rank for rank in ended if self._ranks.look(self._key(f"report/{rank}")) is None]:
                 raise ended_error(self._ranks, ended, f"reports of step {self._request.step}")
@@ -305,10 +319,15 @@ class _Save:
     def follow(self) -> Snapshot:
         """Write this rank's share, and wait until rank 0 has committed."""
         ranks, rank = self._ranks, self._ranks.rank
+        if (landed := self._landed()) is not None:
+            return landed
         try:
             begin = self._wait_for_begin()
             with shared_session(self._context, self._request.run, begin, self._watch_outcome) as session:
-                report = self._data.write(session, begin)
+                if self._request.is_suspect:
+                    ranks.post(self._key(f"open/{rank}"), b"1")
+                with watched(self._watch_outcome):
+                    report = self._data.write(session, begin)
             report = msgspec.structs.replace(report, asked=self._job.questions.asked())
             if report.manifests is not None and len(report.manifests) > messages.MAX_REPORTED_MANIFESTS:
                 ranks.post(self._key(f"manifests/{rank}"), encode(report.manifests))
@@ -316,14 +335,28 @@ class _Save:
             self._request.require_wanted()
         except RelayedError as error:
             raise messages.raised(error.failed, rank) from None
+        except ReplacedError:
+            raise
         except RanksError as error:
             lost = in_save(self._request.ref, error, "nothing was committed")  # this rank has not reported
-            self._job.give_up(self._number, lost)
+            self._job.tell_failed(self._number, lost)
             raise lost from error
         except BaseException as error:
-            self._job.give_up(self._number, error)
+            self._job.tell_failed(self._number, error)
             raise
         return self._end(begin, report)
+
+    def _landed(self) -> Snapshot | None:
+        """Return the snapshot of the last attempt if rank 0 has found that it was committed after all."""
+        unclear, self._job.unclear = self._job.unclear, None
+        if unclear is None or (data := self._ranks.look(self._key("outcome"))) is None:
+            return None
+        outcome = decode(data, Outcome)
+        if outcome.state != COMMITTED:
+            return None
+        self._data.adopt(unclear[2])
+        self._job.is_stale = outcome.is_stale
+        return self._read_committed(unclear[1], outcome.record)
 
     def _wait_for_begin(self) -> Begin:
         """Return rank 0's message that the save has begun.
@@ -356,8 +389,10 @@ class _Save:
         if now or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             if (data := self._ranks.look(self._key("outcome"))) is not None:
-                failed = decode(data, Outcome).failed
-                raise RelayedError(failed or Failed("RanksError", "rank 0 has ended this save", 0))
+                outcome = decode(data, Outcome)
+                if outcome.state == REPLACED or outcome.failed is None:
+                    raise ended(outcome, self._ranks.rank)
+                raise RelayedError(outcome.failed)
 
     def _end(self, begin: Begin, report: Report) -> Snapshot:
         """Report, answer rank 0's question, wait for the outcome, and return the snapshot.
@@ -381,7 +416,7 @@ class _Save:
                         try:
                             ranks.post(self._key(f"{name}/{rank}"), answer(asked.group))
                         except Exception as error:
-                            self._job.give_up(self._number, error)  # rank 0 waits for the answer
+                            self._job.tell_failed(self._number, error)  # rank 0 waits for the answer
                             raise
             if request.unwanted:
                 raise RanksError(request.unwanted)
@@ -394,18 +429,30 @@ class _Save:
         except RanksError as lost:
             lost = RanksError(request.unwanted) if request.unwanted else lost  # closed since: the first reason counts
             return read_or_abort(self._context, request, begin.id, rank, lost)
-        if outcome.state == FAILED and outcome.failed is not None:
-            raise messages.raised(outcome.failed, rank)
+        if outcome.state in (FAILED, REPLACED) or outcome.again:
+            if outcome.state == UNCLEAR:
+                self._job.unclear = None, begin.id, self._data
+            raise ended(outcome, rank)
         if outcome.state != COMMITTED:
             why = outcome.failed.text if outcome.failed else "rank 0 does not know"
             return read_or_abort(self._context, request, begin.id, rank, RanksError(why, ranks=[0]))
         self._job.is_stale = outcome.is_stale
-        return read_committed(self._context, request, begin.id, outcome.record)
+        return self._read_committed(begin.id, outcome.record)
+
+    def _read_committed(self, save_id: str, record: bytes) -> Snapshot:
+        """Return the committed record: from rank 0's outcome, from the store, or from rank 0's message of its own."""
+        try:
+            return read_committed(self._context, self._request, save_id, record)
+        except StorageError:
+            if (sent := self._ranks.look(self._key("record"))) is None:
+                raise
+            return read_committed(self._context, self._request, save_id, sent)
 
     # -- all ranks
 
     def _remove_old_keys(self) -> None:
-        old = [key for key, number in self._job.old_keys.copy().items() if number < self._number]
+        now = self._number, self._job.attempt_of(self._number)
+        old = [key for key, when in self._job.old_keys.copy().items() if when < now]
         self._ranks.remove(old)  # not of the next save: the caller's thread may have given it up already
         for key in old:
             self._job.old_keys.pop(key, None)

@@ -135,6 +135,10 @@ class RankWriter:
         """Create the record."""
         return commit(session, self._request, roots, bases, [RANKS])
 
+    def adopt(self, other: RankWriter) -> None:
+        """Take the manifests of an earlier attempt, which turns out to be committed."""
+        self.headers, self.manifests = other.headers, other.manifests
+
     def close(self) -> None:
         """Begin no more reads of headers."""
         self._child_headers.give_up()

@@ -17,7 +17,7 @@ from botocore import exceptions as aws
 from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError, LocationValueError
 
-from ...errors import CapabilityError, SnapstoreError, StorageError, StorageFullError
+from ...errors import CapabilityError, SnapstoreError, StorageError, StorageFullError, lasting
 from ..os_errors import is_too_many_files
 from .transport import InvalidAnswerError, UnsendableError
 
@@ -38,6 +38,8 @@ _RETRYABLE_CODES = {
     "XAmzContentSHA256Mismatch",
     "XAmzContentChecksumMismatch",
 }
+#: A server without its disks may say this; no request is sent again for it, but `on_error="warn"` saves again.
+_AWAY_CODES = {"NoSuchBucket"}
 _CODE = re.compile(r"[A-Za-z]{1,50}|[0-9]{3}")
 #: Error codes with digits. Other text with digits may be a key.
 _CODES_WITH_DIGITS = {"XAmzContentSHA256Mismatch", "MissingContentMD5"}
@@ -78,7 +80,8 @@ class Failure(Exception):  # noqa: N818 - never raised to users: it is the cause
         """Return the error to raise; `what` names the thing and the action."""
         if self.status:
             return refused(what, self.code, self.status, self.place)
-        return StorageError(f"{what}: {self.advice}{_read_from(self.place)}")
+        error = StorageError(f"{what}: {self.advice}{_read_from(self.place)}")
+        return error if self.retryable else lasting(error)
 
 
 def guarded(call: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -156,7 +159,9 @@ def refused(what: str, code: str, status: int, place: str = "") -> SnapstoreErro
     advice = _ADVICE.get(code) or (
         _DENIED if status == 403 else "try again; if it fails again, ask the server's administrator"
     )
-    return StorageError(f"{what}: {advice}{_read_from(place)} ({code}, HTTP status {status})")
+    error = StorageError(f"{what}: {advice}{_read_from(place)} ({code}, HTTP status {status})")
+    is_away = status >= 500 or status in _RETRYABLE_STATUS or code in _RETRYABLE_CODES or code in _AWAY_CODES
+    return error if is_away else lasting(error)
 
 
 _UNSENDABLE = (

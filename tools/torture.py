@@ -51,6 +51,7 @@ HARNESSES: dict[str, tuple[list[str], int]] = {
         ],
         1,
     ),
+    "outages": (["tests/stateful/test_outages.py"], 3),  # of ten outages each
     "models": (["tests/stateful/test_models.py"], 1),
     "machine": (["tests/stateful/test_machine.py"], 1),
     "mirror machine": (["tests/stateful/test_mirror_machine.py"], 1),

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -34,13 +34,14 @@ from .options import SaveOptions
 from .protocol.gc import collect
 from .repository import Repository
 from .save.background import Background, SaveHandle, clear_frames
+from .save.first_state import FirstState
 from .save.inputs import PartInput, SaveRequest, is_stream
 from .save.pipeline import save
 from .save.ranks.job import RankJob
 from .save.retrying import ReplacedError, Retrying
 from .save.staging import Mode, Staging
-from .save.streaming import FirstState, inputs_of_stream
-from .state.walk.flatten import Part, flatten, require_stored_forms
+from .save.streaming import inputs_of_stream
+from .state.walk.flatten import flatten
 from .steps import Steps, Stores
 from .storage.base import ObjectStore
 from .text import log, quoted
@@ -130,23 +131,22 @@ class SnapshotManager(Steps):
         interval = retention.as_int(save_interval_steps)
         if interval is None or interval < 1:
             raise InvalidInputError(f"save_interval_steps {quoted(save_interval_steps)}: expected an int of 1 or more")
-        self.save_interval_steps = interval
         check_choice("on_busy", on_busy, ("wait", "skip"))
         check_choice("on_error", on_error, ("raise", "warn"))
         check_flags(async_save=async_save, keep_base=keep_base, read_only=read_only, mirror_verify=mirror_verify)
         policies = retention.check(keep)
         mirror_policies = policies if mirror_keep is None else retention.check(mirror_keep)
         stores = Stores(repository, mirror, mirror_policies, mirror_verify, options)
-        self._async, self._skip_busy = async_save, on_busy == "skip"
+        self.save_interval_steps, self._async, self._skip_busy = interval, async_save, on_busy == "skip"
         check_choice("replicas", replicas, ("check", "rank0"))
         check_choice("staging", staging, get_args(Mode))
-        self._alone = ranks is False
         chosen, self._made_ranks = (None, False) if read_only and ranks is None else choose(run, ranks)
         job = RankJob(chosen, replicas) if chosen is not None else None
-        self._owned = not isinstance(repository, Repository)
+        self._alone, self._owned = ranks is False, not isinstance(repository, Repository)
         alike = f"open, replicas={replicas!r}, on_busy={on_busy!r}, on_error={on_error!r}, "
         alike += f"save_interval_steps={interval}, run={run!r}"
         try:
+            self._first_state = FirstState(None if read_only else state, of_rank=job is not None)
             super().__init__(run, job, policies, stores, parent=parent, read_only=read_only, alike=alike)
         except BaseException as error:
             if job is not None:
@@ -155,17 +155,16 @@ class SnapshotManager(Steps):
         shares = self._job.shares() if self._job is not None else None
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging, shares=shares)
         self.repository.context.engines.required |= staging != "auto"
-        if not read_only:
-            _log_engine()
-            self.repository.context.engines.start_loading()
         self._background = Background(self.run, self.repository.context.engines)
         self._retrying = Retrying(self.run, warns=on_error == "warn", leads=self._job is None or self._job.leads)
-        self._pid, self._closed, self._first_state = os.getpid(), False, FirstState(of_rank=self._job is not None)
+        self._pid, self._closed = os.getpid(), False
         self._running: SaveRequest | None = None
         self._preemption: Preemption | None = None
         self._ending: SignalHandler | None = None
         self._retention_error: BaseException | None = None  # it costs only space, so saves go on
-        self._expect(state)
+        if not read_only:
+            _log_engine()
+            self._first_state.use(self._background, self._staging, self.repository.context.engines)
 
     def __repr__(self) -> str:
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"
@@ -178,8 +177,8 @@ class SnapshotManager(Steps):
         A read-only manager returns False.
         """
         is_due = self._is_due(step)
-        if not is_due and self._expected is not None:
-            self._prepare_early(self._expected)
+        if not is_due:
+            self._first_state.pass_step()
         return is_due
 
     def _is_due(self, step: int) -> bool:
@@ -222,8 +221,7 @@ class SnapshotManager(Steps):
                 self._job.refuse(error)
             raise
         if not (force or self._is_due(step)):
-            parts = self._first_state.check(state)
-            self._take_early(lambda: parts)
+            self._first_state.check(state)
             return SaveHandle(skipped=True)
         started = time.monotonic()
         self._background.check_inside()
@@ -293,33 +291,14 @@ class SnapshotManager(Steps):
             if self._retrying.is_pending(self._running):  # its copies lie where those of the next save will
                 return
         with self._background.holding_slot("") as slot:
-            self._expected, parts = None, flatten(state, of_rank=self._job is not None)
+            self._first_state.forget()
+            parts = flatten(state, of_rank=self._job is not None)
             self.repository.context.engines.start_loading()
             self._background.start(partial(self._background.take_memory, self._staging.prepare(parts)), slot)
 
-    def _expect(self, state: Any) -> None:
-        """Check the state that will be saved, and prepare for it now, and once its optimizers have state."""
-        self._expected = None if self.read_only or is_stream(state) else state
-        if self._expected is not None:
-            try:
-                parts = require_stored_forms(state, of_rank=self._job is not None)
-                self._take_early(lambda: parts)
-            except BaseException as error:
-                self._close(None, error)
-                raise
-
     def _prepare_early(self, state: Any) -> None:
-        """Pin memory for the copies of a state, in the background, if it will be needed; the save raises errors."""
-        self._expected = None
-        if not (self.read_only or is_stream(state)):
-            with suppress(SnapstoreError):
-                self._take_early(partial(require_stored_forms, state, of_rank=self._job is not None))
-
-    def _take_early(self, walk: Callable[[], Sequence[Part]]) -> None:
-        engines = self.repository.context.engines
-        engines.start_loading()
-        if engines.has_devices and (parts := walk()):
-            self._background.take_early(partial(self._staging.prepare, parts, is_early=True))
+        if not self.read_only:
+            self._first_state.prepare(state)
 
     def _begin(self, handle: SaveHandle, request: SaveRequest, state: Any, slot: LockSlot) -> None:
         """Run the save, or copy the state and leave the rest to a thread."""

@@ -6,6 +6,7 @@ deleted, and the engine decides delta or full, by format/manifests/delta_choice.
 background.py       the thread of a manager's save, its slot and its handle
 retrying.py         the further attempts of a save whose store is away
 inputs.py           the checked request, each tensor on its way to the store, the parent of the next save
+first_state.py      check a state before its first save, and pin memory for its copies
 streaming.py        tensors from an iterator, for a state larger than memory
 staging.py          the private copy of the state, and the bytes that are the next save's bases
 known_state.py      a state that was recognised, grouped by where its tensors are copied

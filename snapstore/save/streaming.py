@@ -22,40 +22,10 @@ from ..state.values.containers import Path, display
 from ..state.values.held_array import Held
 from ..state.values.tensors import TensorSpec, array_node, is_array
 from ..state.values.wrapped import unwrapped
-from ..state.walk.flatten import Part, flatten, require_stored_forms
+from ..state.walk.flatten import flatten
 from .inputs import PartInput, TensorInput, inputs_of, is_stream
 
 _END = object()
-
-
-class FirstState:
-    """Checks the first state that a manager gets, so that one that cannot be saved is found before a save is due.
-
-    An optimizer has no state before its first step, so it may pass here and be refused by its first save.
-
-    Each rank checks its own state: no save begins, so there is nothing to agree on.
-
-    Args:
-        of_rank: whether several ranks save together.
-    """
-
-    def __init__(self, *, of_rank: bool) -> None:
-        self._of_rank, self._is_new = of_rank, True
-
-    def check(self, state: Any) -> list[Part]:
-        """Check a state if it is the first, and return its parts; None and an iterator are none.
-
-        Returns:
-            See `require_stored_forms`; nothing for a later state.
-
-        Raises:
-            UnsupportedLeafError: It has values without a stored form; up to 20 are named.
-            InvalidInputError: It contains itself, or a `state_dict()` failed.
-        """
-        if not self._is_new or state is None or is_stream(state):
-            return []
-        self._is_new = False
-        return require_stored_forms(state, of_rank=self._of_rank)
 
 
 def inputs_of_state(state: Any, engines: Engines) -> list[PartInput]:

@@ -224,6 +224,7 @@ class SnapshotManager(Steps):
             self._first_state.check(state)
             return SaveHandle(skipped=True)
         started = time.monotonic()
+        self._first_state.note_save()
         self._background.check_inside()
         full = retention.stays_without_neighbours(self.keep, step, self.save_interval_steps)
         make = partial(
@@ -474,13 +475,17 @@ class SnapshotManager(Steps):
                 self._ending.close()
         if not ended and not self._background.at_end(self._release):
             what = "running save" if self._running is not None else "gc behind the last save, which is committed,"
+            what = "allocation of memory for a later save" if self._background.prepares else what
             raise TimeoutError(f"run {self.run!r}: the {what} has not ended {timeout:.6g} s after close")
         self._release()
+        if self._ending is not None and self._ending.stays:
+            self._retention_error = None  # it is logged, and costs only space: the last save is committed
         self.check_for_errors()
 
     def _release(self) -> None:
         """Release memory and repository; no save runs any more."""
         self._staging.clear()
+        self._first_state.forget()
         if self._owned and (self._mirror is None or self._mirror.has_ended):
             self.repository.close()
 
@@ -508,7 +513,8 @@ class SnapshotManager(Steps):
                 the program uses: until `close`, its handler is not called.
             notice: what else tells it. A path: a file is there. An http(s) URL, or a `urllib.request.Request` with
                 headers: the status is 200, and the body is neither empty nor FALSE nor NONE. A function: it returns
-                True. A thread looks every 2 s; what cannot be read within 2 s is no notice, and is logged once.
+                True. A thread looks every 2 s until `close`. What cannot be read is no notice, and is logged once, as
+                is an answer that takes longer than 2 s; such an answer still counts when it comes.
 
         Raises:
             InvalidInputError: this is not the main thread; or `signals` or `notice` is wrong.

@@ -165,6 +165,11 @@ def _look_at(request: urllib.request.Request) -> tuple[Callable[[], bool], str]:
         raise InvalidInputError(
             f"notice {quoted(request.full_url)}: expected a URL that begins with http:// or https://"
         )
+    if "@" in request.host:
+        raise InvalidInputError(
+            "notice: expected a URL without a password, which the log would show; pass a urllib.request.Request with "
+            "an Authorization header"
+        )
     if AZURE in request.full_url.lower():
         raise InvalidInputError(
             f"notice {quoted(request.full_url)}: Azure answers with a list of events, which is a text also if no event "
@@ -189,4 +194,4 @@ def _look_at(request: urllib.request.Request) -> tuple[Callable[[], bool], str]:
                 return False
             raise OSError(f"HTTP status {error.code}: expected 200, or 404 for no notice") from None
 
-    return look, f"of {request.type}://{request.host.rpartition('@')[2]}{request.selector.partition('?')[0]}"
+    return look, f"of {request.type}://{request.host}{request.selector.partition('?')[0]}"

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from ..catalog.history import View
 from ..catalog.needed_keys import all_manifests
-from ..catalog.read_twice import listed
 from ..context import Context
 from ..errors import FormatError, IntegrityError, NotFoundError
 from ..format.blobs import codecs, pack
@@ -24,6 +23,7 @@ from ..format.keys import pack_key
 from ..format.manifests import manifest
 from ..format.manifests.manifest import Manifest
 from ..format.manifests.tensor_layout import held_bytes
+from ..protocol.forget import object_sizes
 from ..protocol.notes import in_quarantine
 from ..text import brief, counted, html_table, human_bytes
 from .tables import data_frame
@@ -113,12 +113,16 @@ def stats(context: Context) -> StatsResult:
     return while_unchanged(context, partial(_count, context))
 
 
-def while_unchanged(context: Context, count: Callable[[View], T]) -> T:
-    """Return what `count` returns; call it again if a read fails because another process has changed the snapshots."""
+def while_unchanged(context: Context, count: Callable[[dict[str, int], View], T]) -> T:
+    """Return what `count` returns; call it again if a read fails because another process has changed the snapshots.
+
+    It gets the sizes of all packs and manifests, listed before the records: a save may commit meanwhile.
+    """
     while True:
+        sizes = object_sizes(context.store)
         view = context.index.refresh()
         try:
-            return count(view)
+            return count(sizes, view)
         except (IntegrityError, FormatError, NotFoundError):
             if _revisions(context.index.refresh()) == _revisions(view):
                 raise
@@ -128,9 +132,7 @@ def _revisions(view: View) -> set[str]:
     return {snapshot.key for snapshot in view.snapshots(states=None)}
 
 
-def _count(context: Context, view: View) -> StatsResult:
-    infos = listed(context.store, "packs/") | listed(context.store, "manifests/")
-    sizes = {key: info.size_bytes for key, info in infos.items()}
+def _count(context: Context, sizes: dict[str, int], view: View) -> StatsResult:
     result = StatsResult(stored_bytes=sum(sizes.values()), packs=sum(key.startswith("packs/") for key in sizes))
     result.unknown = view.unknown()
     tally = _Tally(result)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from ..catalog.history import View
 from ..catalog.needed_keys import all_manifests
-from ..catalog.read_twice import listed
 from ..checks import check_choice
 from ..context import Context
 from ..format.keys import pack_key
@@ -26,6 +25,7 @@ from ..format.manifests import manifest
 from ..format.manifests.manifest import Manifest
 from ..format.manifests.tensor_layout import held_bytes
 from ..format.records import Snapshot
+from ..protocol.gc import running_sessions
 from ..protocol.notes import in_quarantine
 from ..state.values.containers import Path, display
 from ..text import brief, html_table, human_bytes
@@ -72,7 +72,8 @@ class UsageResult:
         by: what each row is.
         rows: runs by name, snapshots from the oldest to the newest of each run, parts and tensors in the state's order.
         stored_bytes: size of all packs and manifests of the repository.
-        unneeded_bytes: of those that no committed snapshot needs: gc frees them now. 0 if there are `unknown` records.
+        unneeded_bytes: of those that no committed snapshot needs: gc frees them now. 0 if there are `unknown` records,
+            or if a save runs, whose own objects they may be: gc waits for it.
         unknown: key -> why, of records that cannot be read or are gone; their snapshots are not counted.
     """
 
@@ -128,11 +129,9 @@ def usage(context: Context, by: By = "run", run: str | None = None) -> UsageResu
     return while_unchanged(context, partial(_count, context, by, run))
 
 
-def _count(context: Context, by: By, run: str | None, view: View) -> UsageResult:
+def _count(context: Context, by: By, run: str | None, sizes: dict[str, int], view: View) -> UsageResult:
     if run is not None:
         view.require_run(run)
-    infos = listed(context.store, "packs/") | listed(context.store, "manifests/")
-    sizes = {key: info.size_bytes for key, info in infos.items()}
     quarantine, unknown = in_quarantine(context.store), view.unknown()
     tally = _UsageRows(by)
     needed: set[str] = set()
@@ -149,7 +148,8 @@ def _count(context: Context, by: By, run: str | None, view: View) -> UsageResult
         if by in _FORGOTTEN or run in (None, snapshot.run):
             tally.add(snapshot, found, keys)
     rows = tally.rows({key: size for key, size in sizes.items() if key not in quarantine})
-    left = 0 if unknown else sum(size for key, size in sizes.items() if key not in needed | quarantine)
+    left = sum(size for key, size in sizes.items() if key not in needed | quarantine)
+    left = 0 if unknown or (left and running_sessions(context.store)) else left
     shown = [row for row, of_run in rows if run in (None, of_run) or by not in _FORGOTTEN]
     return UsageResult(by, shown, sum(sizes.values()), left, unknown)
 

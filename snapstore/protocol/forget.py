@@ -7,7 +7,7 @@ them. Pure functions in `retention` decide what a policy keeps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .. import retention
@@ -20,8 +20,10 @@ from ..context import Context
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, SnapstoreError
 from ..format.keys import records_prefix
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..storage.base import ObjectStore
 from ..text import brief, human_bytes
 from . import revisions
+from .gc import running_sessions
 from .notes import in_need_of_quarantined, in_quarantine
 
 #: At most so many snapshots stay only because they are held.
@@ -120,14 +122,17 @@ def forget_snapshots(
 
 def forget_to_free(context: Context, free_bytes: int, *, run: str | None = None, dry_run: bool = False) -> ForgetResult:
     """Forget snapshots until a gc would free some bytes; see `Repository.forget_to_free`."""
+    sizes = object_sizes(context.store)  # before the records: a save may commit meanwhile
     view = context.index.refresh()
     if run is not None:
         view.require_run(check_name("run", run))
     if unknown := view.unknown():
         text = f"forget: {next(iter(unknown))} and what it needs are not known, so a gc frees nothing"
         raise IntegrityError(f"{text}; run 'snapstore repair' first")
-    space = _Space(context, view.snapshots())
+    space = _Space(context, view.snapshots(), sizes)
     runs = sorted({s.run for s in view.snapshots(run)})
+    for name in runs if not dry_run else ():
+        context.store.sync(records_prefix(name))  # see `forget`
     order = [(rank, s) for name in runs for rank, s in _by_policy(context, view, name)]
     order.sort(key=lambda one: (one[0], one[1].created, one[1].id))
     chosen: list[Snapshot] = []
@@ -146,8 +151,17 @@ def forget_to_free(context: Context, free_bytes: int, *, run: str | None = None,
             space.give_back(snapshot)
             chosen.remove(snapshot)
     if not dry_run:
-        chosen = revisions.forget(context, chosen, policy="", reason=FOR_SPACE)
+        forgotten = revisions.forget(context, chosen, policy="", reason=FOR_SPACE)
+        for snapshot in chosen:
+            if snapshot.id not in {one.id for one in forgotten}:  # it was tagged meanwhile, for example
+                space.give_back(snapshot)
+        chosen = forgotten
     return ForgetResult([], chosen, dry_run, frees_bytes=space.freed)
+
+
+def object_sizes(store: ObjectStore) -> dict[str, int]:
+    """Return the sizes of all packs and manifests, by key."""
+    return {key: info.size_bytes for key, info in (listed(store, "packs/") | listed(store, "manifests/")).items()}
 
 
 def _by_policy(context: Context, view: View, run: str) -> list[tuple[int, Snapshot]]:
@@ -172,20 +186,21 @@ class _Space:
     """The objects of a repository, and the snapshots that need them.
 
     Attributes:
-        freed: size of the objects that no snapshot needs [bytes].
+        freed: size of the objects that no snapshot needs [bytes]. While a save runs, those that none needed from the
+            beginning do not count: they may be its own.
     """
 
-    def __init__(self, context: Context, snapshots: Sequence[Snapshot]) -> None:
-        infos = listed(context.store, "packs/") | listed(context.store, "manifests/")
+    def __init__(self, context: Context, snapshots: Sequence[Snapshot], sizes: Mapping[str, int]) -> None:
         kept = in_quarantine(context.store)
-        self._sizes = {key: info.size_bytes for key, info in infos.items() if key not in kept}
+        self._sizes = {key: size for key, size in sizes.items() if key not in kept}
         self._keys: dict[str, set[str]] = {}
         for snapshot, keys in all_needed_keys(context.index, snapshots):
             if isinstance(keys, SnapstoreError):
                 raise keys
             self._keys[snapshot.id] = keys & self._sizes.keys()
         self._users = Counter(key for keys in self._keys.values() for key in keys)
-        self.freed = sum(size for key, size in self._sizes.items() if key not in self._users)
+        unneeded = sum(size for key, size in self._sizes.items() if key not in self._users)
+        self.freed = 0 if unneeded and running_sessions(context.store) else unneeded
 
     def only(self, snapshot: Snapshot) -> int:
         """Return the bytes that are free only because a snapshot was taken."""

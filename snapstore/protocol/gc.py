@@ -133,8 +133,7 @@ class _Gc:
         _, candidates, sizes = self._candidates(list_twice=True)
         result.deleted_objects, result.deleted_bytes = len(candidates), sum(sizes[key] for key in candidates)
         result.stored_bytes -= result.deleted_bytes
-        sessions = listed_sessions(self.store) if candidates else []
-        result.waiting_for = [s for s in sessions if not examine(self.store, s, self.fence_after_s)[0]]
+        result.waiting_for = running_sessions(self.store, self.fence_after_s) if candidates else []
 
     def run(self) -> None:
         """Complete the marks that stand, then mark and sweep."""
@@ -305,6 +304,11 @@ def _live(context: Context, present: Iterable[str], *, list_twice: bool) -> tupl
             raise ConflictError(str(error)) from error
 
     return retry_conflicts(look, lambda error: IntegrityError(str(error)))
+
+
+def running_sessions(store: ObjectStore, fence_after_s: float = DEFAULT_FENCE_AFTER_S) -> list[str]:
+    """Return the ids of the sessions that a gc waits for: what they have put may belong to a save that runs."""
+    return [found for found in listed_sessions(store) if not examine(store, found, fence_after_s)[0]]
 
 
 def _wait_list(store: ObjectStore, mark: Mark) -> Wait:

@@ -32,6 +32,7 @@ class Background:
     Attributes:
         saving: locked while a save or a preparation runs; each of them has a `LockSlot`.
         is_given_up: whether `close(timeout=)` waits no longer for what runs.
+        prepares: whether the thread that holds the slot only prepares for a later save.
     """
 
     def __init__(self, name: str, engines: Engines) -> None:
@@ -39,7 +40,7 @@ class Background:
         self.saving = threading.Lock()
         self.is_given_up = False
         self._failed: list[tuple[SaveHandle, str, BaseException]] = []  # saves whose errors the caller has not seen yet
-        self._prepares = False  # whether the thread that holds the slot only prepares for a later save
+        self.prepares = False
         self._inside: set[int] = set()  # threads that are inside save, and the one that runs in the background
         self._at_end: Callable[[], object] = lambda: None
         self._pid = os.getpid()
@@ -128,7 +129,7 @@ class Background:
 
     def take_memory(self, take: Callable[[], object]) -> None:
         """Allocate memory for the copies of a later save, in the background."""
-        self._prepares = True
+        self.prepares = True
         try:
             take()
         except Exception as error:  # noqa: BLE001  the next save meets the same error, and raises it
@@ -136,7 +137,7 @@ class Background:
 
     def is_busy(self) -> bool:
         """Return whether a save runs, or forgets and runs gc; not whether one prepares for a later save."""
-        return self.saving.locked() and not self._prepares
+        return self.saving.locked() and not self.prepares
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no save runs, for at most `timeout` seconds; return whether none does."""
@@ -184,7 +185,7 @@ class _Holding:
             background._inside.add(self._thread)
             self._slot.acquire()
             if self._slot.is_held:
-                background._prepares = not self._begins
+                background.prepares = not self._begins
             if self._begins is not None:
                 background.raise_errors(self._begins)
         except BaseException:

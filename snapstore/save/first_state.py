@@ -38,7 +38,7 @@ class FirstState:
     """
 
     def __init__(self, expected: Any, *, of_rank: bool) -> None:
-        self._of_rank, self._is_new = of_rank, True
+        self._of_rank, self._is_new, self._is_saved = of_rank, True, False
         self._expected = None if is_stream(expected) else expected
         self._memory: tuple[Background, Staging, Engines] | None = None
         self._parts: Sequence[Part] = () if self._expected is None else self._walk(self._expected)
@@ -72,9 +72,15 @@ class FirstState:
             with suppress(SnapstoreError):
                 self._pin(self._walk(state))
 
+    def note_save(self) -> None:
+        """Expect no state after the second save: the first one may come before its optimizers have begun."""
+        if self._is_saved:
+            self._expected = None
+        self._is_saved = True
+
     def forget(self) -> None:
-        """Expect no state any more: its memory is taken."""
-        self._expected = None
+        """Expect no state any more, and hold none."""
+        self._expected, self._parts = None, ()
 
     def _walk(self, state: Any) -> list[Part]:
         return require_stored_forms(state, of_rank=self._of_rank)

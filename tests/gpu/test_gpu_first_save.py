@@ -1,6 +1,8 @@
 """The first saves of a process are right while kernels load, and if they cannot load; memory is locked ahead."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -273,3 +275,31 @@ def test_an_early_preparation_neither_waits_nor_raises_the_error_of_a_save(initi
             threading.Thread(target=made._prepare_early, args=(state,)).start()
             made._prepare_early({"other": floats(300_000, 1, "cuda")})  # the slot is taken: it returns
         assert len(locked) == before
+
+
+def test_the_expected_state_is_not_held(initialized):
+    state = fresh()
+    weight = state["model"]["w0"]
+    ref = weakref.ref(weight)
+    with manager("host", state=state) as made:
+        for step in range(2):
+            made.save(step, {"w": floats(9_000, step, "cuda")}).result(60)
+        made.wait_until_finished()
+        del state, weight
+        gc.collect()
+        assert ref() is None
+
+
+def test_the_first_save_decides_where_its_copies_lie(initialized, locked, monkeypatch):
+    """An early guess that the device is full does not bind it."""
+    state = fresh()
+    with monkeypatch.context() as patch:
+        patch.setattr("snapstore.engine.cuda.staging._free_bytes", lambda device: 0)
+        made = manager("auto", state=state)
+        made.wait_until_finished()
+        assert made._staging._spare
+    with made:
+        made.save(0, state).result(60)
+        made.wait_until_finished()
+        assert set(made._staging._devices._modes.values()) == {"device"}
+        assert not any(isinstance(one, pinned_memory.Pinned) for one in made._staging._spare.values())

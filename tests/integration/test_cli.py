@@ -28,7 +28,7 @@ from kit.repositories import index_of
 from kit.shell import invoke
 from kit.states import DTYPES
 from kit.waits import until
-from snapstore import KeepLast, Repository, RngState, cli
+from snapstore import KeepEvery, KeepLast, Repository, RngState, cli
 from snapstore.catalog import policy_store
 from snapstore.cli import app, inspect, maintenance, output
 from snapstore.cli.app import VERBS
@@ -1220,19 +1220,20 @@ def test_doctor(series):
 @pytest.mark.parametrize(
     ("free", "hours", "word", "ok"),
     [
-        (10**15, 24, "days", True), (3 * 10**6, 24, "WARNING", None), (1000, 24, "less than two saves", False),
+        (10**15, 24, "days", True), (2 * 10**6, 24, "WARNING", None), (1000, 24, "less than two saves", False),
         (10**9, 0.01, "do not tell", None),
     ],
 )  # fmt: skip
 def test_doctor_tells_when_the_volume_is_full(sh, monkeypatch, free, hours, word, ok):
-    """Of twelve saves, two hours apart, the bytes of the forgotten ones do not count."""
+    """Of the first twelve of 24 saves, two hours apart, the bytes of the forgotten ones do not count."""
     now = time.time()
     with Repository.open(sh.url) as repository:
-        for step in range(12):
+        for step in range(24):
             monkeypatch.setattr("time.time", lambda step=step: now + step * hours * 300)
             repository.save({"w": torch.randn(30_000)}, run="r", step=step, full=True)
-        stays = sum(s.stored_bytes for s in repository.snapshots()[-3:])
-        repository.forget(KeepLast(3), run="r")
+        repository.forget([KeepLast(3), KeepEvery(4)], run="r")
+        stays = sum(s.stored_bytes for s in repository.snapshots() if s.step in (4, 8))
+    monkeypatch.setattr("time.time", lambda: now + 24 * hours * 300)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**15, 0, free))
     (found,) = [one for one in doctor.place(sh.url) if one.name == "filling"]
     assert word in found.message
@@ -1240,6 +1241,20 @@ def test_doctor_tells_when_the_volume_is_full(sh, monkeypatch, free, hours, word
     if word == "days":
         days = float(found.message.partition("full in ")[2].partition(" ")[0])
         assert days == pytest.approx(free / stays * 11 * hours * 300 / 86400, rel=1e-3)
+
+
+def test_a_volume_where_only_the_newest_stay_does_not_fill(sh, monkeypatch):
+    """A snapshot that a wrong clock dated next year does not count."""
+    now = time.time()
+    with Repository.open(sh.url) as repository:
+        for step in range(20):
+            monkeypatch.setattr("time.time", lambda step=step: now + (3e7 if step == 5 else step * 7200))
+            repository.save({"w": torch.randn(30_000)}, run="r", step=step, full=True)
+            repository.forget(KeepLast(5), run="r")
+    monkeypatch.setattr("time.time", lambda: now + 20 * 7200)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**15, 0, 10**6))
+    (found,) = [one for one in doctor.place(sh.url) if one.name == "filling"]
+    assert found.ok, found
 
 
 def test_doctor_leaves_no_folder_where_the_cache_cannot_be_used(series, tmp_path, monkeypatch):

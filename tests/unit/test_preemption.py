@@ -15,6 +15,7 @@ import torch
 
 from kit.faults import FaultStore
 from kit.local_ranks import LocalRanks
+from kit.objects import keys_of
 from kit.processes import environment
 from kit.ranks import together
 from kit.repositories import OPTIONS, created, opened
@@ -677,3 +678,29 @@ def test_handlers_belong_to_the_main_thread():
         (error,) = together([manager.handle_preemption])
         assert isinstance(error, InvalidInputError)
         assert "main thread" in str(error)
+
+
+def test_an_error_of_gc_does_not_change_the_status_of_a_job_that_was_told():
+    """The pack of a tagged snapshot is gone, so every gc fails; the last save is committed, and the status tells it."""
+    store = created()
+    with SnapshotManager(store, run="a", options=OPTIONS) as manager:
+        manager.save(0, {"w": torch.ones(5000)}, tags=["old"]).result()
+    for key in keys_of(store, "packs/"):
+        store.delete(key)
+    manager = SnapshotManager(store, run="a", options=OPTIONS, keep=KeepLast(1))
+    manager.handle_preemption(signals=[signal.SIGUSR1])
+
+    def train():
+        for step in range(1, 100):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            manager.save(step, {"w": torch.full((5000,), float(step))})
+            manager._background.join()
+            if step == 3:
+                assert isinstance(manager._retention_error, SnapstoreError)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 128 + signal.SIGUSR1
+    with opened(store) as repository:
+        assert max(s.step for s in repository.snapshots()) >= 4

@@ -9,6 +9,7 @@ from kit.objects import keys_of
 from snapstore import InvalidInputError, KeepLast, KeepSteps, NotFoundError, SaveOptions
 from snapstore.format.keys import pack_key
 from snapstore.format.manifests import manifest
+from snapstore.protocol import forget
 from snapstore.repository import Repository
 from snapstore.storage.memory import MemoryStore
 
@@ -205,3 +206,36 @@ def test_what_gc_frees_anyway_counts():
                 repository.forget_to_free(wrong)
         with pytest.raises(NotFoundError):
             repository.forget_to_free(1, run="nowhere")
+
+
+def test_what_a_running_save_has_put_is_not_free():
+    with made() as repository:
+        history(repository, 1)
+        waiting = repository.du().unneeded_bytes
+        assert waiting == 0
+        put = repository.store.put
+
+        def looked(key, data, **options):
+            put(key, data, **options)
+            if key.startswith("manifests/"):
+                assert repository.du().unneeded_bytes == 0
+                assert repository.forget_to_free(4000, dry_run=True).forgotten
+
+        repository.store.put = looked
+        repository.save({"w": floats(9000, 77)}, run="d", step=0)
+        del repository.store.put
+
+
+def test_one_that_is_tagged_meanwhile_stays_and_frees_nothing(monkeypatch):
+    with made() as repository:
+        history(repository, 2)
+        wanted = repository.forget_to_free(3000, dry_run=True)
+        first, real = wanted.forgotten[0], forget.revisions.forget
+        monkeypatch.setattr(
+            forget.revisions,
+            "forget",
+            lambda *args, **more: (repository.tag(f"id:{first.id}", "x"), real(*args, **more))[1],
+        )
+        result = repository.forget_to_free(3000)
+        assert first.id not in {s.id for s in result.forgotten}
+        assert freed_by_gc(repository) == result.frees_bytes < wanted.frees_bytes

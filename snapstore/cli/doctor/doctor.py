@@ -11,6 +11,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -154,11 +155,13 @@ def _repository(store: ObjectStore) -> Finding:
 def _filling(store: LocalStore) -> Finding:
     """Return a finding about when the volume will be full, if saves go on as the last ones did.
 
-    Of the last saves, the bytes of those count that were not forgotten since: policies keep the others from staying.
+    Of the older half of the last saves, the bytes of those count that were not forgotten since: the newest ones may
+    only wait for their turn.
     """
     try:
         with Repository.open(store) as repository:
-            last = sorted(repository.view().snapshots(states=None), key=lambda one: one.created)[-LAST_SAVES:]
+            known = [one for one in repository.view().snapshots(states=None) if one.created <= time.time()]
+            last = sorted(known, key=lambda one: one.created)[-LAST_SAVES:]
     except NotFoundError:
         return Finding("filling", None, "no repository here yet")
     free_bytes = shutil.disk_usage(store.root).free
@@ -166,12 +169,15 @@ def _filling(store: LocalStore) -> Finding:
     if 2 * largest > free_bytes:
         text = f"{human_bytes(free_bytes)} free is less than two saves of {human_bytes(largest)}"
         return Finding("filling", False, f"{text}; 'snapstore forget --free SIZE -n' proposes what to forget")
-    stays = sum(one.stored_bytes for one in last[1:] if one.state == records.COMMITTED)
-    took_s = last[-1].created - last[0].created if last else 0.0
-    if took_s < TELLING_S or not stays:
+    old = last[: len(last) // 2]
+    stays = sum(one.stored_bytes for one in old[1:] if one.state == records.COMMITTED)
+    took_s = old[-1].created - old[0].created if old else 0.0
+    if took_s < TELLING_S:
         return Finding("filling", None, "the saves so far do not tell when it will be full")
+    if not stays:
+        return Finding("filling", True, f"of the last {counted(len(last), 'save')} none stays for long")
     left_s = free_bytes / stays * took_s
-    rate = f"the last {counted(len(last), 'save')} left {human_bytes(int(stays / took_s * 86400))} a day here"
+    rate = f"{counted(len(old), 'save')} left {human_bytes(int(stays / took_s * 86400))} a day here"
     text = f"{rate}: full in {left_s / 86400:.1f} days"
     if left_s < SOON_S:
         return Finding("filling", None, f"WARNING: {text}; set policies (keep=), or 'snapstore forget --free SIZE -n'")

@@ -315,7 +315,7 @@ class DeviceStaging:
     ) -> str:
         """Decide where a device's copies go: at its first save, and when its state grows by over 10 %.
 
-        "auto" may decide earlier that the device has no room. That it has room is decided at the first save.
+        Before it, "auto" only guesses (`is_early`): what fills the device now may be gone then, or the reverse.
         """
         device, needed = sources.device, int(sources.nbytes[layout.large].sum())
         if device in self._modes and needed <= 1.1 * self._state_bytes[device]:
@@ -325,7 +325,7 @@ class DeviceStaging:
             free = _free_bytes(device) + _bytes_on(device, spare, base)
             wanted = (2 if self._twice else 1) * needed + WORK_BYTES
             mode = "device" if wanted <= AUTO_SHARE * free else "host"
-            if is_early and mode == "device":
+            if is_early:
                 return mode
             log.info(
                 "staging=%s on %s: copies of %.1f GB of state, and work buffers, take up to %.1f GB; %.1f GB is free",

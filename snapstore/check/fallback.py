@@ -34,6 +34,8 @@ from ..errors import (
     add_line,
 )
 from ..format.records import SWEPT, Snapshot
+from ..protocol.notes import settle_marks
+from ..protocol.same_repository import confirmed
 from ..restore.overlaps import Overlap
 from ..restore.pipeline import BeforeFill, deleted_meanwhile
 from ..state.fill.buffers import RestoreBuffers, Want
@@ -119,8 +121,10 @@ class RestoreCandidates:
         self._current: Snapshot | None = None
         found = view.snapshots(run)[::-1]
         if first is not None:
-            found = [s for s in found if (s.seq, s.id) <= (first.seq, first.id)]
+            found = [s for s in found if (s.seq, s.id) <= (first.seq, first.id) and s.step <= first.step]
             found = found if first.id in {s.id for s in found} else [first, *found]
+        found = _in_line(found)
+        settle_marks(context, found)
         self._marked = [s for s in found if context.index.marks.why(s)]
         self._left = [s for s in found if not context.index.marks.why(s)]
         self._to_note = list(self._marked)  # those that are not among `skipped` yet
@@ -207,7 +211,7 @@ class RestoreCandidates:
             raise
         except DAMAGE:
             return
-        if key in self._view.unread:
+        if key not in self._view.damaged:
             raise StorageError(f"{key}: could not be read, and now can: restore again")
 
     def _note(self, step: int, name: str, why: str) -> None:
@@ -221,6 +225,14 @@ class RestoreCandidates:
         return IntegrityError(
             f"run {self._run!r}: no snapshot is whole; tried: {some(tried, 12)}{whys}; run 'snapstore check --restore'"
         )
+
+
+def _in_line(newest_first: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return snapshots with those last that the run has left: it went back to an older step, and saved others since."""
+    in_line, left = list[Snapshot](), list[Snapshot]()
+    for snapshot in newest_first:
+        (in_line if not in_line or snapshot.step < in_line[-1].step else left).append(snapshot)
+    return in_line + left
 
 
 def candidates(context: Context, run: str, ref: str | None = None, step: int | None = None) -> RestoreCandidates:
@@ -412,6 +424,10 @@ class _Fallback:
             mark_damaged(self._context, self._snapshot, lost.why, lost.chunk, may_write=self.may_write)
 
     def _tried(self, key: str) -> Snapshot:
+        with confirmed(self._context):  # an empty mount point, or another volume in its place, is no damage
+            return self._tried_there(key)
+
+    def _tried_there(self, key: str) -> Snapshot:
         """Fill the state from the snapshot of a record.
 
         Raises:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..catalog.damage_marks import MANIFEST, NOTED
 from ..context import Context
 from ..errors import SnapstoreError
 from ..format.blobs.chain_decode import ReferenceMismatchError
@@ -20,7 +21,7 @@ from ..protocol.notes import put_quarantine
 from ..protocol.same_repository import confirmed
 from ..text import log, strip_hint
 from .damaged_packs import DamagedPacks
-from .verify_wanted import LostChunk
+from .verify_wanted import LostChunk, first_lost_of
 
 
 def damaged_blobs(context: Context, lost: LostChunk) -> dict[str, list[int]]:
@@ -38,6 +39,8 @@ def damaged_blobs(context: Context, lost: LostChunk) -> dict[str, list[int]]:
     for ref, (key, offset) in zip(refs, places, strict=True):
         if not packs.holds(key, offset, int(table.ref_lengths[ref]), table.ref_digests[ref].tobytes()):
             found.setdefault(key, [])
+    if not found and first_lost_of(context, lost.m, np.array([lost.row])) is None:
+        return {}  # all of it is as it was written, and gives the chunk: the store has lied
     return found or {places[0][0]: [places[0][1]]}  # the newest one, as in a check
 
 
@@ -48,7 +51,8 @@ def mark_damaged(context: Context, snapshot: Snapshot, why: str, lost: LostChunk
         blobs = damaged_blobs(context, lost) if lost is not None else {}
     except SnapstoreError as error:  # the mark of the snapshot does without
         log.info("%s: its damaged packs are not known: %s", snapshot.ref, error)
-    context.index.marks.add(snapshot, why, blobs)
+    context.index.marks.add(snapshot, why, blobs, MANIFEST if lost is None else None)
+    is_noted = bool(blobs) and may_write
     for key, offsets in blobs.items() if may_write else ():
         reason = strip_hint(f"{snapshot.ref}: {why}")[:500]
         note = Quarantine(pack=key.rpartition("/")[2], found=time.time(), reason=reason, blobs=list(offsets))
@@ -59,4 +63,7 @@ def mark_damaged(context: Context, snapshot: Snapshot, why: str, lost: LostChunk
                 "%s goes into quarantine: no save builds on it, and no gc deletes it; run 'snapstore repair'", key
             )
         except SnapstoreError as error:  # a store that refuses it must not prevent a restore
+            is_noted = False
             log.warning("%s is damaged, and cannot be put in quarantine: %s", key, error)
+    if is_noted:
+        context.index.marks.add(snapshot, why, blobs, NOTED)

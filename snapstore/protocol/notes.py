@@ -8,12 +8,12 @@ In: keys below `gc/`, and records. Out: marks, keys of packs and manifests, ids 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
 
-from ..catalog.needed_keys import all_needed_keys
+from ..catalog.needed_keys import all_manifests, all_needed_keys
 from ..catalog.read_twice import listed
 from ..context import Context
 from ..errors import (
@@ -26,6 +26,7 @@ from ..errors import (
 )
 from ..format import records
 from ..format.keys import lost_names, notes_of_gc, pack_key, quarantined_names
+from ..format.manifests import manifest
 from ..format.records import SWEPT, Lost, Mark, Quarantine, Snapshot
 from ..storage.base import ObjectStore
 from ..text import log
@@ -97,12 +98,32 @@ def in_need_of_quarantined(context: Context, snapshots: Sequence[Snapshot]) -> s
     """
     notes = listed(context.store, "gc/")
     damaged, found = quarantined_names(notes), lost_names(notes) & {s.id for s in snapshots}
+    settle_marks(context, snapshots, damaged)
     found |= {s.id for s in snapshots if context.index.marks.why(s)}
     if damaged:
         found |= {
             s.id for s, keys in all_needed_keys(context.index, snapshots) if not isinstance(keys, set) or keys & damaged
         }
     return found
+
+
+def settle_marks(context: Context, snapshots: Iterable[Snapshot], quarantined: Container[str] | None = None) -> None:
+    """Remove the marks of snapshots in the local index that have ended: a repair, or a person, has put them right.
+
+    Args:
+        quarantined: keys of the packs in quarantine; None: list them.
+    """
+
+    def reads(snapshot: Snapshot) -> bool:
+        try:
+            return all(m for _, m in all_manifests(snapshot, lambda ref: manifest.read(context.store, ref, seed)))
+        except SnapstoreError:
+            return False
+
+    seed = context.engines.digest_seed
+    if context.index.marks:
+        found = in_quarantine(context.store) if quarantined is None else quarantined
+        context.index.marks.settle(snapshots, found, reads)
 
 
 def put_note(store: ObjectStore, note: Quarantine | Lost) -> None:

@@ -359,7 +359,7 @@ class Rewriting(ABC):
         return header.depth if header else ruling.depth
 
     def _list_quarantined(self) -> set[str]:
-        return quarantined_names(info.key for info in self.store.list("gc/"))
+        return quarantined_names(info.key for info in self.store.list("gc/")) | self.index.marks.packs()
 
     def _require_known_quarantine(self, quarantined: set[str]) -> None:
         """Raise ConflictError if a repair has found damaged packs since the stale references were chosen."""

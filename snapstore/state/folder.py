@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from ..arrays import Bytes
-from ..errors import AlreadyExistsError, FormatError, InvalidInputError, StorageError
+from ..errors import AlreadyExistsError, FormatError, InvalidInputError, OutputError, StorageError
 from ..text import printable
 from ..threads import msgpack_decoder
 
@@ -259,7 +259,7 @@ def unpack_folder(blocks: Mapping[str, Any], path: str | os.PathLike[str]) -> Un
         _Unpacker(blocks, new, index.block_bytes).write(index.entries)
         new.rename(target)
     except OSError as error:
-        raise StorageError(
+        raise OutputError(
             f"{_shown(target)}: cannot be written: {error.strerror or error}; nothing was left behind"
         ) from error
     finally:

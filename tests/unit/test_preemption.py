@@ -685,8 +685,7 @@ def test_an_error_of_gc_does_not_change_the_status_of_a_job_that_was_told():
     store = created()
     with SnapshotManager(store, run="a", options=OPTIONS) as manager:
         manager.save(0, {"w": torch.ones(5000)}, tags=["old"]).result()
-    for key in keys_of(store, "packs/"):
-        store.delete(key)
+    store.delete(keys_of(store, "packs/"))
     manager = SnapshotManager(store, run="a", options=OPTIONS, keep=KeepLast(1))
     manager.handle_preemption(signals=[signal.SIGUSR1])
 

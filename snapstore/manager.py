@@ -474,8 +474,7 @@ class SnapshotManager(Steps):
             if self._ending is not None:
                 self._ending.close()
         if not ended and not self._background.at_end(self._release):
-            what = "running save" if self._running is not None else "gc behind the last save, which is committed,"
-            what = "allocation of memory for a later save" if self._background.prepares else what
+            what = self._background.work_of(self._running)
             raise TimeoutError(f"run {self.run!r}: the {what} has not ended {timeout:.6g} s after close")
         self._release()
         if self._ending is not None and self._ending.stays:

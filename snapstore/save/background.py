@@ -135,6 +135,12 @@ class Background:
         except Exception as error:  # noqa: BLE001  the next save meets the same error, and raises it
             log.warning("run=%s the memory for copies could not be allocated ahead: %s", self._name, error)
 
+    def work_of(self, save: object | None) -> str:
+        """Return what runs, in words; `save` is the save that has not ended, or None."""
+        if self.prepares:
+            return "allocation of memory for a later save"
+        return "running save" if save is not None else "gc behind the last save, which is committed,"
+
     def is_busy(self) -> bool:
         """Return whether a save runs, or forgets and runs gc; not whether one prepares for a later save."""
         return self.saving.locked() and not self.prepares

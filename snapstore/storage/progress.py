@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..threads import Watch, current_watch
-
 T = TypeVar("T")
+Watch = Callable[[], object]
 
 
 class Progress:
@@ -111,9 +110,13 @@ def whole(nbytes: int) -> Iterator[None]:
         yield
 
 
-def begin_retry(store: str) -> None:
-    """Note that this thread will send a request again, unless that is noted already."""
-    _retrying.setdefault(threading.get_ident(), (store, time.monotonic(), current_watch()))
+def begin_retry(store: str, watch: Watch | None = None) -> None:
+    """Note that this thread will send a request again, unless that is noted already.
+
+    Args:
+        watch: what ends its pauses (`threads.watched`).
+    """
+    _retrying.setdefault(threading.get_ident(), (store, time.monotonic(), watch))
 
 
 def end_retry() -> None:

@@ -44,7 +44,7 @@ def pause(attempt: int) -> None:
     Raises:
         SnapstoreError: What waits for the answer is wanted no more (`threads.watched`).
     """
-    progress.begin_retry("S3")
+    progress.begin_retry("S3", current_watch())
     part = random.SystemRandom().uniform(0.5, 1)
     left_s, watch = part * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)), current_watch()
     while left_s > 0:

@@ -7,7 +7,7 @@ ranks, rank 0 chooses the snapshot, so all ranks restore the same one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Unpack, overload
@@ -27,10 +27,11 @@ from .check.fallback import (
 )
 from .checks import TARGET_FIRST, check_step
 from .context import Context
+from .copy.bring_back import BringBack, LostThere
 from .copy.mirror import Mirror
 from .distributed.choose import place
 from .distributed.questions import V
-from .errors import IntegrityError, InvalidInputError, NotFoundError, StorageError
+from .errors import DAMAGE, CapabilityError, IntegrityError, InvalidInputError, NotFoundError, StorageError
 from .format import records
 from .format.records import MAX_OBJECT_BYTES, Snapshot
 from .options import SaveOptions
@@ -422,9 +423,10 @@ class Steps:
                 snapshot that was skipped, and why; `Skipped()` notes them too.
 
         Raises:
-            IntegrityError: with `fallback`: no snapshot is whole. The error names those that were tried.
-            StorageError: with `fallback`: the store is away or withholds an object, which is no damage: an older
-                snapshot would lose training.
+            IntegrityError: with `fallback`: no snapshot is whole. The error names those that were tried. Or the mirror
+                has a newer one whole, which cannot be copied back.
+            StorageError: with `fallback`: the store, or a mirror that is needed, is away or withholds an object, which
+                is no damage: an older snapshot would lose training.
         """
         chosen = Fit(keys, **fit)
         if fallback is not False:
@@ -451,27 +453,55 @@ class Steps:
             fallback.snapshots.clear()
         self._wait_idle()
 
-        def find() -> RestoreCandidates:
-            context = self.repository.context
-            with suppress(IntegrityError):  # a record that may be newer is damaged: it is skipped
-                context = self._nearest(step)
-            number = step if isinstance(step, int) else None
-            found = candidates(context, self.run, None if step is None else self._local_ref(context, step), number)
-            if self._mirror is not None:
-                found.bring_back = self._mirror.bring_back
-            return found
-
         context, asked = self.repository.context, f"restore {retention.named_step(step)}"
         agreement: Agreement
         if self._job is None:
-            found = find()
+            found = self._candidates(step)
             context, agreement = found.context, Alone(found)
         else:
-            agreement = Together(self._job.questions, asked, find)
+            agreement = Together(self._job.questions, asked, lambda: self._candidates(step))
         snapshot, skipped = restore_newest_whole(context, agreement, fill, rank=rank, may_write=not self.read_only)
         if isinstance(fallback, Skipped):
             fallback.snapshots[:] = [(one.step, one.id, one.why) for one in skipped]
         return snapshot
+
+    def _candidates(self, step: int | str | None) -> RestoreCandidates:
+        """Return the snapshots to try for a step; first copy back what only the mirror has, or what is newest there.
+
+        Raises:
+            SnapstoreError: the step names nothing, or what it names is not certain; or a newer one may be whole
+                elsewhere, and cannot be copied back.
+        """
+        step = None if step == "latest" else self._of_both_stores(step)
+        context, lost, problem = self.repository.context, list[LostThere](), None
+        mirror = BringBack(self._mirror, context) if self._mirror is not None else None
+        try:
+            context = self._nearest(step)
+        except CapabilityError:
+            raise
+        except DAMAGE as error:  # of a record that may be newer, or of what only the mirror has: it is skipped
+            if mirror is not None and step is None:
+                lost = mirror.newest()
+            elif not isinstance(error, IntegrityError):
+                raise
+            problem = error
+        if self._job is not None and context is not self.repository.context:
+            raise NotFoundError(
+                f"restore {retention.named_step(step)}: only the mirror has it, and a read-only job reads "
+                f"{self.repository.url} alone; copy it back with 'snapstore copy', or restore an older step"
+            )
+        number, ref = step if isinstance(step, int) else None, None if step is None else self._local_ref(context, step)
+        try:
+            found = candidates(context, self.run, ref, number)
+        except NotFoundError:
+            if problem is not None:
+                raise problem from None
+            raise
+        if mirror is not None:
+            found.bring_back, found.is_earlier = mirror.snapshot, mirror.is_earlier
+        for one in lost:
+            found.note(*one)
+        return found
 
     @contextmanager
     def _reading(

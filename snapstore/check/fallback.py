@@ -47,7 +47,7 @@ from .verify_wanted import LostChunk, first_lost, lost_chunk_in
 
 #: Fills the state from a snapshot; calls its last argument before anything of the state changes.
 Fill = Callable[[Context, Snapshot, BeforeFill], Snapshot]
-BringBack = Callable[[Snapshot], Snapshot | None]
+BringBack = Callable[[str], Snapshot | None]
 
 
 @dataclass
@@ -109,13 +109,16 @@ class RestoreCandidates:
 
     Attributes:
         context: of the repository.
-        bring_back: brings the bytes of a damaged snapshot back from elsewhere; it returns its new revision, or None.
+        bring_back: brings a damaged snapshot back from elsewhere, by its id; it returns its new revision, or None. It
+            raises if elsewhere may have it whole, and it cannot be brought back.
+        is_earlier: returns whether elsewhere has the snapshot of an id, and has it before another snapshot.
         skipped: those that were skipped so far.
     """
 
     def __init__(self, context: Context, run: str, view: View, first: Snapshot | None, named: int | None) -> None:
         self.context, self._run, self._view = context, run, view
-        self.bring_back: BringBack = lambda snapshot: None
+        self.bring_back: BringBack = lambda name: None
+        self.is_earlier: Callable[[str, Snapshot], bool] = lambda name, snapshot: False
         self._brought = set[str]()
         self.skipped: list[SkippedSnapshot] = []
         self._current: Snapshot | None = None
@@ -135,19 +138,21 @@ class RestoreCandidates:
             self._unknown = {
                 name: (step, key, known)
                 for name, (step, key, known) in self._unknown.items()
-                if (step <= last_step if known is None else (known.seq, name) < (first.seq, first.id))
+                if (step <= last_step if known is None else (known.seq, name) < (first.seq, first.id)) or step == named
             }
 
     def next(self) -> Choice:
         """Return the next one to try.
 
         Raises:
-            IntegrityError: none is left.
-            StorageError: a record that may be newer is withheld: it may be whole.
+            IntegrityError: none is left; or a damaged one is whole elsewhere, and cannot be brought back.
+            StorageError: a record that may be newer is withheld: it may be whole; or elsewhere is away.
             UnknownFormatError: a record that may be newer is of another release.
         """
         following = self._left.pop(0) if self._left else None
-        self._skip_unknown(following)
+        if (known_again := self._skip_unknown(following)) is not None:
+            self._left[:0] = [following] if following is not None else []
+            following = known_again
         for s in list(self._to_note):
             if following is None or (s.seq, s.id) > (following.seq, following.id):
                 self._to_note.remove(s)
@@ -156,7 +161,7 @@ class RestoreCandidates:
                     self._left[:0] = [following] if following is not None else []
                     following = healed
                     break
-                self._note(s.step, s.id, f"marked in the index: {self.context.index.marks.why(s)}")
+                self.note(s.step, s.id, f"marked in the index: {self.context.index.marks.why(s)}")
         if following is None and self._marked:
             following = self._marked.pop(0)
             log.warning("%s is marked as damaged, but no other snapshot is whole: it is tried again", following.ref)
@@ -180,7 +185,7 @@ class RestoreCandidates:
         if (healed := self._healed(self._current)) is not None:
             self._current = healed
             return Choice(healed.key, self._skipped())
-        self._note(self._current.step, self._current.id, why)
+        self.note(self._current.step, self._current.id, why)
         return self.next()
 
     def _healed(self, snapshot: Snapshot) -> Snapshot | None:
@@ -188,19 +193,28 @@ class RestoreCandidates:
         if snapshot.id in self._brought:
             return None
         self._brought.add(snapshot.id)
-        found = self.bring_back(snapshot)
+        found = self.bring_back(snapshot.id)
         return found if found is not None and not self.context.index.marks.why(found) else None
 
-    def _skip_unknown(self, following: Snapshot | None) -> None:
-        """Skip the records that are not known, and may be newer than the one that follows."""
+    def _skip_unknown(self, following: Snapshot | None) -> Snapshot | None:
+        """Skip the records that are not known, and may be newer than the one that follows.
+
+        Returns:
+            The first of these snapshots that was brought back, which is to be tried next; None: none was.
+        """
         whys = self._view.unknown(self._run)
         for name, (step, key, known) in sorted(self._unknown.items(), key=lambda one: -one[1][0]):
             if following is not None and known is not None and (known.seq, name) < (following.seq, following.id):
                 continue
-            del self._unknown[name]
+            if following is not None and known is None and self.is_earlier(name, following):
+                continue
             self._require_damage(key)
+            del self._unknown[name]
+            if (found := self.bring_back(name)) is not None and not self.context.index.marks.why(found):
+                return found
             why = strip_hint(whys.get(key, "is gone")).removeprefix(f"{key}: ")
-            self._note(step, name, f"its record {key}: {why}")
+            self.note(step, name, f"its record {key}: {why}")
+        return None
 
     def _require_damage(self, key: str) -> None:
         """Raise unless a record is damaged: a withheld one, or one of another release, may be whole."""
@@ -214,7 +228,8 @@ class RestoreCandidates:
         if key not in self._view.damaged:
             raise StorageError(f"{key}: could not be read, and now can: restore again")
 
-    def _note(self, step: int, name: str, why: str) -> None:
+    def note(self, step: int, name: str, why: str) -> None:
+        """Note a snapshot as skipped, by its step and its id, and log it."""
         self.skipped = [one for one in self.skipped if one.id != name]
         self.skipped.append(SkippedSnapshot(step, name, why))
         log.warning("%s@%d (id:%s) is skipped: %s", self._run, step, name[:12], why)

@@ -451,6 +451,19 @@ class Mirror:
             self._warn(error)
             return None
 
+    def target(self) -> Context | None:
+        """Return the mirror's repository; None: there is none, and this mirror is read-only, so it makes none.
+
+        Raises:
+            StorageError: it cannot be reached.
+        """
+        try:
+            return self._opened()
+        except NotFoundError:
+            if not self.read_only:
+                raise
+            return None
+
     def advice(self, ref: str) -> str:
         """Return the end of an error of a restore from the first store: how the mirror helps; empty if it does not."""
         there, found = self.view(), None
@@ -459,8 +472,12 @@ class Mirror:
         known = there.get(found.id) if there is not None and found is not None else None
         if found is None or known is None or known.state not in (COMMITTED, FORGOTTEN) or is_dropped(known):
             return ""
+        return f"; {self.url} has {found.ref} too{self.copy_advice(found)}"
+
+    def copy_advice(self, found: Snapshot) -> str:
+        """Return the end of an error: how to copy a snapshot of the mirror over what is damaged in the first store."""
         copy = f"snapstore copy id:{found.id[:12]} --repo {self.url} --to {self._source.store.url}"
-        return f"; {self.url} has {found.ref} too: to bring it back, run 'snapstore repair --apply', then '{copy}'"
+        return f": to bring it back, run 'snapstore repair --apply', then '{copy}'"
 
     def nearest(self, name: str) -> Context:
         """Return the repository from which a snapshot of the run is to be restored.
@@ -482,29 +499,16 @@ class Mirror:
             found = only_there(self._source.index.refresh(), self.view, self.run, name)
         if found is None:
             return self._source
-        target = self._opened()
         if self.read_only:
-            return target
-        self._copy_back(found, target)
+            return self._opened()
+        self.copy_back(found)
         return self._source
 
-    def bring_back(self, snapshot: Snapshot) -> Snapshot | None:
-        """Copy back a snapshot whose bytes in the first store are damaged; return it, or None if that fails."""
-        there = None if self.read_only else self.view()
-        known = there.get(snapshot.id) if there is not None else None
-        if known is None or known.state not in (COMMITTED, FORGOTTEN):
-            return None
-        try:
-            self._copy_back(known, self._opened())
-        except SnapstoreError as error:
-            log.warning("run=%s step=%d cannot be copied back from %s: %s", self.run, known.step, self.url, error)
-            return None
-        return self._source.index.refresh().get(snapshot.id)
-
-    def _copy_back(self, found: Snapshot, target: Context) -> None:
+    def copy_back(self, found: Snapshot) -> None:
+        """Copy a snapshot of the mirror into the first store; raises as `Copier.copy` does."""
         log.warning("run=%s step=%d is copied back from %s", self.run, found.step, self.url)
         copier = Copier(
-            target,
+            self._opened(),
             self._source,
             tags_of=free_tags,
             is_later=lambda here, there: not is_later(there, here),

@@ -135,7 +135,7 @@ def newest_of_both(
             the mirror if the first store does not have it.
     """
     ours, there = here.latest(run), view_of_mirror()
-    theirs = there.latest_beside(here, run, asked, _forgotten_last(here, run)) if there else None
+    theirs = there.latest_beside(here, run, asked, forgotten_last(here, run)) if there else None
     if theirs is None or there is None:
         return ours, False
     held = here.get(theirs.id)
@@ -150,7 +150,7 @@ def newest_of_both(
     return theirs, held is None or held.state not in (COMMITTED, FORGOTTEN) or is_dropped(held)
 
 
-def _forgotten_last(here: View, run: str) -> set[str]:
+def forgotten_last(here: View, run: str) -> set[str]:
     """Return the ids of the newest snapshots of the first store, if they were forgotten by name: nobody resumes there.
 
     An earlier one that was forgotten by name counts in the mirror: the later ones may be damaged.

@@ -71,7 +71,7 @@ def loaded(folder):
 
 def test_the_recipe(tmp_path, monkeypatch, capsys):
     """Its script resumes to the bit, and its commands make a folder that its last lines load."""
-    page = (ROOT / "docs" / "guides" / "recipes.md").read_text().split("## A LoRA")[1]
+    page = (ROOT / "docs" / "guides" / "recipes.md").read_text().split("\n## A LoRA\n")[1].split("\n## ")[0]
     script, load = (block.split("```")[0] for block in page.split("```python\n")[1:])
     llama().save_pretrained(tmp_path / "base")
     monkeypatch.chdir(tmp_path)

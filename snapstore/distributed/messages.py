@@ -64,6 +64,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
         bases: keys of the records that may be built on, best first.
         full: store no chains of deltas.
         quarantine: whether packs are in quarantine; then each rank lists them itself.
+        is_suspect: whether an attempt has failed since the last commit: then each rank posts `open`.
     """
 
     id: Id
@@ -71,6 +72,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
     bases: list[str]
     full: bool
     quarantine: bool
+    is_suspect: bool = False
 
 
 class Ref(msgspec.Struct, frozen=True, array_like=True):

@@ -54,6 +54,7 @@ class SaveRequest:
         warns: whether further attempts may follow one that fails, if it is the first one.
         is_suspect: whether an attempt has failed since the last commit of this manager.
         is_open: whether the store has answered the attempt that runs; in a job, the stores of all ranks.
+        look_open: returns the same, in a job whose stores have not all answered yet; any thread may call it.
         is_pausing: whether no attempt runs: the next one is due after a pause.
         attempted: when the attempt that runs has begun [s, time.monotonic].
         is_last: whether no attempt follows the one that runs.
@@ -86,6 +87,7 @@ class SaveRequest:
     warns: bool = False
     is_suspect: bool = False
     is_open: bool = False
+    look_open: Callable[[], bool] = lambda: False
     is_pausing: bool = False
     attempted: float = field(default_factory=time.monotonic)
     is_last: bool = True

@@ -110,10 +110,10 @@ class Retrying:
         """
         outer, request.warns = sys.exception(), self.warns
         while True:
-            request.is_suspect = self._began is not None
             try:
                 done = attempt()
             except ReplacedError:
+                self._began = self._began or time.monotonic()
                 raise
             except Exception as error:
                 clear_frames(error, outer)
@@ -212,7 +212,7 @@ class Retrying:
         """
         if not self.warns or request is None:
             return False
-        if self._began is not None and not request.is_open:
+        if self._began is not None and not (request.is_open or request.look_open()):
             return True
         silent = progress.retrying(request.watch)
         return silent is not None and silent[1] > SILENT_S
@@ -223,14 +223,17 @@ class Retrying:
         An attempt whose store has answered goes on, and one that has just begun: if a newer save could end it, saves
         that follow each other soon would never commit one.
         """
-        if request is None:
+        if request is None or not self._leads or not self._is_due(request):
             return
+        is_pending = self.is_pending(request)  # without the lock: in a job it may ask the other ranks
         with self._changed:
-            is_due = request.is_pausing or time.monotonic() - request.attempted > ANSWER_S
-            if self._leads and is_due and self.is_pending(request):
+            if is_pending and self._is_due(request):
                 request.replaced_by = ref
                 request.unwanted = f"save {ref} has replaced it"
                 self._changed.notify_all()
+
+    def _is_due(self, request: SaveRequest) -> bool:
+        return request.is_pausing or time.monotonic() - request.attempted > ANSWER_S
 
     def end_soon(self) -> None:
         """Pause only for short times from now on: the process is to end."""

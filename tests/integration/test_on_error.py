@@ -41,6 +41,7 @@ from snapstore.save import retrying
 from snapstore.storage import progress
 from snapstore.storage.os_errors import translate
 from snapstore.storage.s3.failures import Failure, failure_of
+from snapstore.storage.s3.retry import pause as pause_of_s3
 from snapstore.storage.s3.store import S3Store
 
 
@@ -406,6 +407,60 @@ def test_a_rank_that_closes_with_a_timeout_ends_the_pending_save_on_all(store, r
 def test_ranks_must_agree_on_what_an_error_does(store):
     with pytest.raises(InvalidInputError, match="on_error='raise'"):
         Managers(store.inner, COUNT, of_rank=lambda rank: {"on_error": "raise" if rank == 1 else "warn"})
+
+
+class Silent(FaultStore):
+    """While it is `silent`, requests are sent again and again, as to an S3 that does not answer."""
+
+    silent, put_s, request_s = False, 0.0, 60.0
+
+    def _act(self, name, key, effect):
+        attempt, end = 1, time.monotonic() + self.request_s
+        try:
+            while self.silent:
+                if time.monotonic() > end:
+                    raise StorageError(f"{key}: no answer (injected)")
+                pause_of_s3(min(attempt, 3))
+                attempt += 1
+        finally:
+            progress.end_retry()
+        return super()._act(name, key, effect)
+
+    def put(self, key, data):
+        if key.startswith("packs/"):
+            time.sleep(self.put_s)
+        super().put(key, data)
+
+
+@pytest.fixture
+def silent_job(store, monkeypatch):
+    """Two ranks whose stores may be silent, and short times for that."""
+    monkeypatch.setattr(retrying, "SILENT_S", 0.5)
+    monkeypatch.setattr(retrying, "ANSWER_S", 0.5)
+    stores = [Silent(store.inner) for _ in range(2)]
+    managers = Managers(store.inner, 2, stores=stores, on_error="warn", total_s=120.0)
+    managers.each(lambda m, r: m.save(0, rank_state(0, r)).result())
+    yield managers, stores
+    assert managers.end() == [None] * 2
+    with opened(store.inner) as repository:
+        assert repository.check("restore").ok
+
+
+def test_a_healthy_store_commits_after_a_silent_first_attempt_was_replaced(silent_job):
+    """Its puts take longer than a newer save waits for an answer, and the saves follow each other soon."""
+    managers, stores = silent_job
+    for store in stores:
+        store.silent = True
+    managers.each(lambda m, r: m.save(1, rank_state(1, r)))
+    until(lambda: (progress.retrying(managers[0]._running.watch) or ("", 0))[1] > retrying.SILENT_S)
+    handles = [managers.each(lambda m, r: m.save(2, rank_state(2, r)))]
+    for store in stores:
+        store.silent, store.put_s = False, 1.2
+    for step in range(3, 6):
+        handles.append(managers.each(lambda m, r, s=step: m.save(s, rank_state(s, r))))
+        time.sleep(0.7)
+    assert not all(of[0].skipped for of in handles[:-1])
+    assert [h.result(60).step for h in handles[-1]] == [5, 5]
 
 
 # -- the table of docs/guides/recovery.md

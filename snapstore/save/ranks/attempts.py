@@ -45,6 +45,8 @@ class RankAttempts:
     prefix: str
     old_keys: dict[str, tuple[int, float]]
     attempt: tuple[int, int]
+    open_in: tuple[int, int]
+    next_open_look: float
     unclear: tuple[SaveSession | None, str, RankWriter] | None
 
     def give_up(self, number: int, error: BaseException, *, not_begun: bool = False) -> None:
@@ -105,6 +107,20 @@ class RankAttempts:
         """Raise the error of a rank that takes part in no further attempt of a save."""
         if (data := self.ranks.look(self.key(number, "left"))) is not None:
             raise messages.raised(decode(data, Failed), self.ranks.rank)
+
+    def look_open(self, number: int) -> bool:
+        """Return whether the stores of all other ranks have answered the attempt that runs, on rank 0.
+
+        It looks twice a second. Any thread may call it: the thread of the save may wait for one long put.
+        """
+        now = number, self.attempt_of(number)
+        if self.open_in != now and time.monotonic() >= self.next_open_look:
+            self.next_open_look = time.monotonic() + LOOK_S
+            keys = [self.key(number, f"open/{rank}") for rank in range(1, self.ranks.count)]
+            with suppress(RanksError):  # the thread of the save gets it as well
+                if keys and self.ranks.look_all(keys) is not None:
+                    self.open_in = now
+        return self.open_in == now
 
     def look_for_hurry(self, number: int, request: SaveRequest) -> None:
         """Note, on rank 0, that somebody waits for a save on another rank; raise if a rank takes part no more."""

@@ -74,6 +74,8 @@ class RankSaves(RankAttempts):
         warned: the buffers that were warned of: see `compare_replicas` (only on rank 0).
         is_stale: whether the ranks exchange holders in the next save, as rank 0 says; see `HolderExchange`.
         attempt: the number of the save that runs, and of its attempt, from 0.
+        open_in: the numbers of the save and of the last attempt whose stores have all answered (only on rank 0).
+        next_open_look: when to look for that again [s, time.monotonic].
         unclear: of the last attempt, if it may have been committed: its session (only on rank 0), id and writer.
     """
 
@@ -88,6 +90,8 @@ class RankSaves(RankAttempts):
     is_stale: bool = False
     attempt: tuple[int, int] = (-1, 0)
     unclear: tuple[SaveSession | None, str, RankWriter] | None = None
+    open_in: tuple[int, int] = (-1, 0)
+    next_open_look: float = 0.0
     _next_look: float = 0.0
 
     def save(self, number: int, request: SaveRequest, data: RankWriter) -> Snapshot:
@@ -189,9 +193,10 @@ class _Save:
         request, ranks = self._request, self._ranks
         session.watch = self._watch_failures
         session.watch()
-        session.shared, request.is_open = ranks.count > 1, not request.is_suspect
+        session.shared, request.is_open = ranks.count > 1, not request.is_suspect or ranks.count == 1
+        request.look_open = partial(self._job.look_open, self._number)
         bases = [snapshot.key for snapshot in session.usable_bases]
-        begin = Begin(session.id, request.step, bases, request.full, bool(session.quarantined))
+        begin = Begin(session.id, request.step, bases, request.full, bool(session.quarantined), request.is_suspect)
         ranks.post(self._key("begin"), encode(begin))
         reports = {0: self._data.write(session, begin)} | self._collect(session)
         request.is_open = True
@@ -307,9 +312,6 @@ class _Save:
             if (data := self._ranks.look(self._key("failed"))) is not None:
                 raise RelayedError(decode(data, Failed))
             self._job.require_all(self._number)
-            if not self._request.is_open:
-                keys = [self._key(f"open/{rank}") for rank in range(1, self._ranks.count)]
-                self._request.is_open = self._ranks.look_all(keys) is not None
             ended = sorted(ended_processes(self._ranks))
             if ended := [rank for rank in ended if self._ranks.look(self._key(f"report/{rank}")) is None]:
                 raise ended_error(self._ranks, ended, f"reports of step {self._request.step}")
@@ -324,7 +326,7 @@ class _Save:
         try:
             begin = self._wait_for_begin()
             with shared_session(self._context, self._request.run, begin, self._watch_outcome) as session:
-                if self._request.is_suspect:
+                if begin.is_suspect:
                     ranks.post(self._key(f"open/{rank}"), b"1")
                 with watched(self._watch_outcome):
                     report = self._data.write(session, begin)

@@ -50,6 +50,7 @@ class SaveRequest:
         stall_s: how long the caller waited; None: until the commit.
         unwanted: why this save must end without a commit; "": it need not. Any thread may set it while the save runs.
         is_awaited: whether somebody waits for this save: then its next attempt is the last one (retrying.py).
+        is_followed: whether a newer save waits for this one to end, on another rank than rank 0.
         replaced_by: run@step of the newer save that replaces this one; "": there is none.
         warns: whether further attempts may follow one that fails, if it is the first one.
         is_suspect: whether an attempt has failed since the last commit of this manager.
@@ -83,6 +84,7 @@ class SaveRequest:
     stall_s: float | None = None
     unwanted: str = ""
     is_awaited: bool = False
+    is_followed: bool = False
     replaced_by: str = ""
     warns: bool = False
     is_suspect: bool = False

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from ..errors import RanksError
+from ..errors import RanksError, StorageError
 from ..storage import progress
 from ..text import log
-from ..threads import watched
+from ..threads import current_watch, watched
 from .background import clear_frames
 from .inputs import SaveRequest
 
@@ -111,7 +111,8 @@ class Retrying:
         outer, request.warns = sys.exception(), self.warns
         while True:
             try:
-                done = attempt()
+                with watched(request.watch):
+                    done = attempt()
             except ReplacedError:
                 self._began = self._began or time.monotonic()
                 raise
@@ -222,8 +223,13 @@ class Retrying:
 
         An attempt whose store has answered goes on, and one that has just begun: if a newer save could end it, saves
         that follow each other soon would never commit one.
+
+        On another rank than rank 0 this only notes that a newer save waits: see `require_answers`.
         """
-        if request is None or not self._leads or not self._is_due(request):
+        if request is None:
+            return
+        request.is_followed = not self._leads
+        if request.is_followed or not self._is_due(request):
             return
         is_pending = self.is_pending(request)  # without the lock: in a job it may ask the other ranks
         with self._changed:
@@ -240,3 +246,13 @@ class Retrying:
         with self._changed:
             self._longest_s = RETRY_END_S
             self._changed.notify_all()
+
+
+def require_answers(request: SaveRequest) -> None:
+    """Raise StorageError if a newer save waits, and the store has not answered a request of this thread's watch.
+
+    Rank 0 does not see that the store of another rank is silent: that rank lets the attempt fail.
+    """
+    silent = progress.retrying(current_watch()) if request.is_followed else None
+    if silent is not None and silent[1] > SILENT_S:
+        raise StorageError(f"save {request.ref}: {silent[0]} has not answered a request for {silent[1]:.0f} s")

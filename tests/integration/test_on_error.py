@@ -412,7 +412,7 @@ def test_ranks_must_agree_on_what_an_error_does(store):
 class Silent(FaultStore):
     """While it is `silent`, requests are sent again and again, as to an S3 that does not answer."""
 
-    silent, put_s, request_s = False, 0.0, 60.0
+    silent, put_s, request_s, loses_record = False, 0.0, 60.0, False
 
     def _act(self, name, key, effect):
         attempt, end = 1, time.monotonic() + self.request_s
@@ -429,6 +429,8 @@ class Silent(FaultStore):
     def put(self, key, data):
         if key.startswith("packs/"):
             time.sleep(self.put_s)
+        if key.startswith("snapshots/") and self.loses_record and not self.fired:
+            away(self, "lost-outage")
         super().put(key, data)
 
 
@@ -461,6 +463,49 @@ def test_a_healthy_store_commits_after_a_silent_first_attempt_was_replaced(silen
         time.sleep(0.7)
     assert not all(of[0].skipped for of in handles[:-1])
     assert [h.result(60).step for h in handles[-1]] == [5, 5]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_silent_store_of_one_rank_stalls_no_rank(silent_job, bad):
+    """Each `save` returns long before the store's requests end: at the first attempt, and at later ones."""
+    managers, stores = silent_job
+    stores[bad].silent = True
+    handles = []
+    for step in range(1, 5):
+        began = time.monotonic()
+        handles.append(managers.each(lambda m, r, s=step: m.save(s, rank_state(s, r))))
+        assert time.monotonic() - began < stores[bad].request_s / 2
+    assert [[h.skipped for h in of] for of in handles] == [[True] * 2] * 3 + [[False] * 2]
+    stores[bad].silent = False
+    assert [h.result(60).step for h in handles[-1]] == [4, 4]
+    assert managers.each(lambda m, r: m.all_steps()) == [[0, 4]] * 2
+
+
+@pytest.mark.parametrize("call", ["close", "newer state"])
+def test_no_rank_says_that_nothing_was_committed_if_an_attempt_before_may_have_been(silent_job, call):
+    """The record has landed, unheard; then rank 0's store is silent, and the save ends before that can be settled."""
+    managers, stores = silent_job
+    first = stores[0]
+    first.loses_record = True
+    handles = managers.each(lambda m, r: m.save(1, rank_state(1, r)))
+    until(lambda: managers[0]._running.is_pausing)
+    first.silent = True
+    first.heal()
+    until(lambda: progress.retrying(managers[0]._running.watch))
+    if call == "close":
+        found = managers.all(lambda m, _: m.close(0.5))
+        assert all("whether it was committed is unknown" in str(one) for one in found), found
+        found = managers.all(lambda m, r: handles[r].result(60))
+        assert all("whether it was committed is unknown" in str(one) for one in found), found
+        assert not any("nothing was committed" in str(one) for one in found), found
+        first.silent = False
+    else:
+        newer = managers.each(lambda m, r: m.save(2, rank_state(2, r)))
+        first.silent = False
+        assert [h.result(60).step for h in newer] == [2, 2]
+        assert all(h.skipped for h in handles)
+    with opened(first.inner) as repository:
+        assert {s.step for s in repository.snapshots()} >= {0, 1}
 
 
 # -- the table of docs/guides/recovery.md
@@ -743,7 +788,7 @@ def test_ranks_whose_messages_go_wrong_get_one_result(store, mode, rank, at):
     with opened(store.inner) as repository:
         there = {s.id for s in repository.snapshots() if s.step == 1}
         assert committed <= there
-        assert not (there and any("nothing was committed" in str(one) for one in alive)) or committed != there
+        assert not (there and any("nothing was committed" in str(one) for one in alive)), alive
         assert repository.check("restore").ok
     with suppress(Exception, Crash):
         managers.all(lambda m, _: m.close(1.0))

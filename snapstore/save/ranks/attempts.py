@@ -31,7 +31,7 @@ from ...protocol.session import SaveSession
 from ...text import log
 from ..inputs import SaveRequest
 from ..retrying import ReplacedError
-from .outcomes import ended
+from .outcomes import ended, unknown
 from .writer import RankWriter
 
 #: A rank that writes or waits looks so often whether the save was given up [s].
@@ -91,7 +91,8 @@ class RankAttempts:
             RanksError: another one was to follow, and the others cannot be told: no rank goes on alone.
         """
         again = request.decide(messages.raised(error.failed, 0) if isinstance(error, RelayedError) else error)
-        outcome = Outcome(UNCLEAR if unclear else FAILED, Failed.of(error, 0), again=again)
+        unclear = unclear or self.unclear is not None
+        outcome = Outcome(UNCLEAR if unclear else FAILED, Failed.of(self.told(request, error), 0), again=again)
         if not again and request.replaced_by:
             outcome = Outcome(REPLACED, Failed("", request.replaced_by, 0))
         try:
@@ -102,6 +103,11 @@ class RankAttempts:
                 raise RanksError(f"save {request.ref}: the ranks cannot be told to try again: {lost}") from error
         if again:
             self.attempt = number, self.attempt_of(number) + 1
+
+    def told(self, request: SaveRequest, error: BaseException) -> BaseException:
+        """Return an error as it is told: if an attempt may have been committed, it says so; see `unknown`."""
+        is_sure = self.unclear is None or not isinstance(error, Exception)
+        return error if is_sure or isinstance(error, ReplacedError | RelayedError) else unknown(request.ref, error)
 
     def require_all(self, number: int) -> None:
         """Raise the error of a rank that takes part in no further attempt of a save."""

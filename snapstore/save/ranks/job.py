@@ -249,9 +249,14 @@ class RankJob:
                 return self._attempt(lineage, request, inputs, staging)
 
         with staging.saving(inputs):
-            if self.leads:
-                return retrying.run(request, attempt, partial(job.look_for_hurry, number, request))
-            return retrying.follow(request, attempt, partial(job.wait_for_attempt, number, request))
+            try:
+                if self.leads:
+                    return retrying.run(request, attempt, partial(job.look_for_hurry, number, request))
+                return retrying.follow(request, attempt, partial(job.wait_for_attempt, number, request))
+            except Exception as error:
+                if (told := job.told(request, error)) is error:
+                    raise
+                raise told from error
 
     def _learnt(self, request: SaveRequest, staging: Staging, inputs: Sequence[PartInput]) -> Sequence[PartInput]:
         """Return `_learn` of an attempt, which begins here on rank 0."""

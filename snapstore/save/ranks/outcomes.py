@@ -2,13 +2,14 @@
 
 In: the id of a save that rank 0 has begun. Out: its record, or an error that says whether anything was committed.
 
-Invariant: an error says "nothing was committed" only if that stays true: the record is there as aborted, or this rank
-has not reported, so that rank 0 cannot commit.
+Invariant: an error says "nothing was committed" only if that stays true: the record of each attempt is there as
+aborted, or this rank has not reported, so that rank 0 cannot commit.
 """
 
 from __future__ import annotations
 
 import time
+from copy import copy
 
 from ...context import Context
 from ...distributed import messages
@@ -26,6 +27,7 @@ from ..retrying import ReplacedError
 #: How often the record of a committed save is read, before it counts as unreadable.
 READ_ATTEMPTS = 3
 NO_OUTCOME = "heard no outcome"
+UNKNOWN = "whether it was committed is unknown"
 
 
 def in_save(ref: str, error: RanksError, outcome: str) -> RanksError:
@@ -36,6 +38,22 @@ def in_save(ref: str, error: RanksError, outcome: str) -> RanksError:
     told = RanksError(f"{named}{ended}{advice}", ranks=error.ranks)
     told.not_begun = error.not_begun
     return told
+
+
+def unknown(ref: str, error: Exception) -> Exception:
+    """Return the error of a save that ends while nobody knows whether an earlier attempt has committed it."""
+    if UNKNOWN in (text := str(error)):
+        return error
+    text = text.replace("; nothing was committed", "")
+    told = f"{text if ref in text else f'save {ref}: {text}'}; {UNKNOWN}: run 'snapstore log' once the store answers"
+    found: SnapstoreError = StorageError(told)
+    if isinstance(error, RanksError):
+        found = RanksError(told, ranks=error.ranks)
+    elif isinstance(error, StorageError):
+        found = copy(error)
+        found.args = (told,)
+    found.not_begun = getattr(error, "not_begun", False)
+    return found
 
 
 def ended(outcome: Outcome, rank: int) -> Exception:

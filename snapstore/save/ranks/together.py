@@ -50,7 +50,7 @@ from ...protocol.session import SaveSession, SharedSession
 from ...text import log
 from ...threads import watched
 from ..inputs import SaveRequest
-from ..retrying import ReplacedError
+from ..retrying import ReplacedError, require_answers
 from .agreement import compare, compare_replicas
 from .attempts import LOOK_S, RankAttempts
 from .outcomes import ended, in_save, read_committed, read_or_abort, read_record
@@ -148,7 +148,7 @@ class _Save:
             if is_committed:
                 raise
             unclear = session is not None and (session.is_unclear or not isinstance(error, Exception))
-            told = error
+            unclear, told = unclear or job.unclear is not None, error
             if isinstance(error, RanksError) and not unclear:
                 told = in_save(request.ref, error, "nothing was committed")
             job.fail_attempt(self._number, request, told, unclear=unclear)
@@ -325,11 +325,11 @@ class _Save:
             return landed
         try:
             begin = self._wait_for_begin()
-            with shared_session(self._context, self._request.run, begin, self._watch_outcome) as session:
+            watch = partial(self._watch_outcome, writes=True)
+            with watched(watch), shared_session(self._context, self._request.run, begin, watch) as session:
                 if begin.is_suspect:
                     ranks.post(self._key(f"open/{rank}"), b"1")
-                with watched(self._watch_outcome):
-                    report = self._data.write(session, begin)
+                report = self._data.write(session, begin)
             report = msgspec.structs.replace(report, asked=self._job.questions.asked())
             if report.manifests is not None and len(report.manifests) > messages.MAX_REPORTED_MANIFESTS:
                 ranks.post(self._key(f"manifests/{rank}"), encode(report.manifests))
@@ -385,8 +385,12 @@ class _Save:
         self._remove_old_keys()
         return begin
 
-    def _watch_outcome(self, *, now: bool = False) -> None:
-        """Raise RelayedError once rank 0 has given the save up; it looks twice a second, or `now`."""
+    def _watch_outcome(self, *, now: bool = False, writes: bool = False) -> None:
+        """Raise RelayedError once rank 0 has given the save up; it looks twice a second, or `now`.
+
+        Raises:
+            StorageError: this rank `writes`, and its store does not answer.
+        """
         self._request.require_wanted()
         if now or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
@@ -395,6 +399,8 @@ class _Save:
                 if outcome.state == REPLACED or outcome.failed is None:
                     raise ended(outcome, self._ranks.rank)
                 raise RelayedError(outcome.failed)
+        if writes:
+            require_answers(self._request)
 
     def _end(self, begin: Begin, report: Report) -> Snapshot:
         """Report, answer rank 0's question, wait for the outcome, and return the snapshot.
@@ -442,13 +448,9 @@ class _Save:
         return self._read_committed(begin.id, outcome.record)
 
     def _read_committed(self, save_id: str, record: bytes) -> Snapshot:
-        """Return the committed record: from rank 0's outcome, from the store, or from rank 0's message of its own."""
-        try:
-            return read_committed(self._context, self._request, save_id, record)
-        except StorageError:
-            if (sent := self._ranks.look(self._key("record"))) is None:
-                raise
-            return read_committed(self._context, self._request, save_id, sent)
+        """Return the committed record: from rank 0's outcome, from its message of its own, or from the store."""
+        record = record or self._ranks.look(self._key("record")) or b""
+        return read_committed(self._context, self._request, save_id, record)
 
     # -- all ranks
 

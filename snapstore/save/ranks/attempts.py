@@ -106,8 +106,9 @@ class RankAttempts:
 
     def told(self, request: SaveRequest, error: BaseException) -> BaseException:
         """Return an error as it is told: if an attempt may have been committed, it says so; see `unknown`."""
-        is_sure = self.unclear is None or not isinstance(error, Exception)
-        return error if is_sure or isinstance(error, ReplacedError | RelayedError) else unknown(request.ref, error)
+        if self.unclear is None or not isinstance(error, Exception) or isinstance(error, ReplacedError | RelayedError):
+            return error
+        return unknown(request.ref, error)
 
     def require_all(self, number: int) -> None:
         """Raise the error of a rank that takes part in no further attempt of a save."""

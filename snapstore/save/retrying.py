@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from ..errors import RanksError, StorageError
+from ..errors import RanksError
 from ..storage import progress
 from ..text import log
 from ..threads import current_watch, watched
@@ -224,7 +224,7 @@ class Retrying:
         An attempt whose store has answered goes on, and one that has just begun: if a newer save could end it, saves
         that follow each other soon would never commit one.
 
-        On another rank than rank 0 this only notes that a newer save waits: see `require_answers`.
+        On another rank than rank 0 this only notes that a newer save waits: see `silence`.
         """
         if request is None:
             return
@@ -248,11 +248,12 @@ class Retrying:
             self._changed.notify_all()
 
 
-def require_answers(request: SaveRequest) -> None:
-    """Raise StorageError if a newer save waits, and the store has not answered a request of this thread's watch.
+def silence(request: SaveRequest) -> str:
+    """Return why an attempt fails here while a newer save waits: the store has not answered a request of this watch.
 
-    Rank 0 does not see that the store of another rank is silent: that rank lets the attempt fail.
+    Rank 0 does not see that the store of another rank is silent. "": it is not, or no newer save waits.
     """
     silent = progress.retrying(current_watch()) if request.is_followed else None
-    if silent is not None and silent[1] > SILENT_S:
-        raise StorageError(f"save {request.ref}: {silent[0]} has not answered a request for {silent[1]:.0f} s")
+    if silent is None or silent[1] <= SILENT_S:
+        return ""
+    return f"save {request.ref}: {silent[0]} has not answered a request for {silent[1]:.0f} s"

@@ -466,7 +466,7 @@ def test_a_healthy_store_commits_after_a_silent_first_attempt_was_replaced(silen
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_silent_store_of_one_rank_stalls_no_rank(silent_job, bad):
+def test_a_silent_store_of_one_rank_stalls_no_rank(silent_job, bad, caplog):
     """Each `save` returns long before the store's requests end: at the first attempt, and at later ones."""
     managers, stores = silent_job
     stores[bad].silent = True
@@ -479,6 +479,7 @@ def test_a_silent_store_of_one_rank_stalls_no_rank(silent_job, bad):
     stores[bad].silent = False
     assert [h.result(60).step for h in handles[-1]] == [4, 4]
     assert managers.each(lambda m, r: m.all_steps()) == [[0, 4]] * 2
+    assert "cannot be used" not in caplog.text  # no base was left out, to store all in full, for a silent store
 
 
 @pytest.mark.parametrize("call", ["close", "newer state"])

@@ -50,7 +50,7 @@ from ...protocol.session import SaveSession, SharedSession
 from ...text import log
 from ...threads import watched
 from ..inputs import SaveRequest
-from ..retrying import ReplacedError, require_answers
+from ..retrying import ReplacedError, silence
 from .agreement import compare, compare_replicas
 from .attempts import LOOK_S, RankAttempts
 from .outcomes import ended, in_save, read_committed, read_or_abort, read_record
@@ -388,8 +388,7 @@ class _Save:
     def _watch_outcome(self, *, now: bool = False, writes: bool = False) -> None:
         """Raise RelayedError once rank 0 has given the save up; it looks twice a second, or `now`.
 
-        Raises:
-            StorageError: this rank `writes`, and its store does not answer.
+        It does so as well if this rank `writes`, a newer save waits, and the store does not answer.
         """
         self._request.require_wanted()
         if now or time.monotonic() >= self._next_look:
@@ -399,8 +398,8 @@ class _Save:
                 if outcome.state == REPLACED or outcome.failed is None:
                     raise ended(outcome, self._ranks.rank)
                 raise RelayedError(outcome.failed)
-        if writes:
-            require_answers(self._request)
+        if writes and (why := silence(self._request)):  # as a relayed error: for a StorageError a base is left out
+            raise RelayedError(Failed.of(StorageError(why), self._ranks.rank))
 
     def _end(self, begin: Begin, report: Report) -> Snapshot:
         """Report, answer rank 0's question, wait for the outcome, and return the snapshot.

@@ -81,8 +81,8 @@ class SnapshotManager(Steps):
             store is away, the save is tried again, after 1 to 60 s, until it is committed or a newer save replaces it,
             and the log says since when nothing is durable. The copy stays in memory until then, also that of a
             synchronous save, which then returns before its commit. `close`, `wait_until_finished`, `restore` and the
-            handle's `result` cause one more attempt, and raise its error. Errors that last are raised as by "raise": a
-            full disk, a refused permission, a replaced repository, a state that cannot be saved (guides/recovery.md).
+            handle's `result()` cause one more attempt, and raise its error. Errors that last are raised as by "raise":
+            a full disk, a refused permission, a replaced repository, a state that cannot be saved (guides/recovery.md).
             An iterator cannot be read again: its save has one attempt.
         staging: where the copies of CUDA tensors lie. "device": in device memory, up to twice their size; takes
             milliseconds. "host": in pinned memory, at the speed of the bus. "auto": on the device if there is room.
@@ -388,7 +388,7 @@ class SnapshotManager(Steps):
             self._mirror.note(snapshot)
         self._warn_of_unapplied()
         if self.keep and not self._stops_upkeep() and (self._job is None or self._job.leads):
-            self._retain()
+            self._retrying.upkeep(self._retain)
         if in_background:
             self._background.take_memory(self._staging.prepare_next)
 

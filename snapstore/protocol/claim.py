@@ -15,6 +15,7 @@ A crash between any two steps leaves either no record (gc deletes the packs) or 
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -47,6 +48,7 @@ COMMIT_ATTEMPTS = 4
 #: No further attempt begins after this time: each may take as long as the store's own time-outs.
 COMMIT_S = 300.0
 HEARTBEAT_S = 60.0
+UNKNOWN = "whether it was committed is unknown: run 'snapstore log' once the store answers again"
 
 
 class Putter:
@@ -127,18 +129,18 @@ class Claim(Putter):
         session_id = records.new_id() if revision else snapshot_id
         super().__init__(context, verb, session_id, MadeFor(bytes.fromhex(snapshot_id), revision))
         self._substitute = substitute
-        self._session_key = f"sessions/{self.id}"
+        self._session_key, self._key = f"sessions/{self.id}", key
         self._announced = records.encode(this_session(self.id, key))
         self._last_beat = time.monotonic()
         self._is_announced = False  # True: the session exists, or may exist
         self._may_land = False  # True: the outcome of a PUT of the record is unknown
-        self._key_taken = False  # True: the key has a record, of this process or of another one
+        self._found: Snapshot | None = None  # the record that the key has, of this process or of another one
         self.shared = False
 
     @property
     def is_unclear(self) -> bool:
         """Return whether the record may be committed later, although `publish` has failed."""
-        return self._may_land and not self._key_taken
+        return self._may_land and self._found is None
 
     def marked(self) -> set[str] | None:
         """Set `quarantined`, and return the keys that gcs want to delete; None if a mark cannot be read."""
@@ -192,12 +194,12 @@ class Claim(Putter):
         Args:
             error: the exception that ended the claim, or None.
         """
-        if (self.written or self.shared) and not self._key_taken:
+        if (self.written or self.shared) and self._found is None:
             orphaned_sessions.add(self.id)  # the session protects and explains our packs until a gc has fenced it
             # If `publish` has failed, it has tried this already, unless Ctrl-C has ended it.
             if not self._may_land or not isinstance(error, Exception):
                 self._abandon(printable(f"{self.verb} failed: {error}")[:500])
-        if self._key_taken or not (self.written or self.shared):
+        if self._found is not None or not (self.written or self.shared):
             orphaned_sessions.discard(self.id)
             self._release()
 
@@ -293,10 +295,7 @@ class Claim(Putter):
             except SnapstoreError as error:  # the save is wanted no more: its watch has ended a pause between requests
                 if not self._may_land:
                     raise
-                why = str(error).partition("; nothing was")[0]
-                raise StorageError(
-                    f"{why}; whether it was committed is unknown: run 'snapstore log' once the store answers again"
-                ) from error
+                raise of_unknown_outcome(error) from error
             if ruling.write_id == snapshot.write_id:
                 return snapshot  # a response may have been lost; the commit was not
             raise ConflictError(
@@ -332,20 +331,40 @@ class Claim(Putter):
                 raise failure from None
             answer = "reported as existing" if failure else "stored"
             raise StorageError(f"{snapshot.key}: {answer}, but the read-back differs: {error}") from error
-        self._may_land, self._key_taken = False, True
+        self._may_land, self._found = False, found
         return found
 
     def settle(self) -> Snapshot:
-        """Return the record that the key of a claim holds which has ended and `is_unclear`; make sure that it has one.
+        """Return the record that the key of a claim holds which has ended; make sure that it has one.
 
         Raises:
             StorageError: the store failed: it is still unclear.
         """
-        with confirmed(self._context):
-            found = self._create(self._substitute("the commit had no answer"))
-        orphaned_sessions.discard(self.id)
-        self._release()
-        return found
+        if self._found is None:
+            with confirmed(self._context):
+                self._create(self._substitute("the attempt had no answer"))
+            orphaned_sessions.discard(self.id)
+            self._release()
+        assert self._found is not None
+        return self._found
+
+    def has_record(self) -> bool:
+        """Return whether the key has a record, which may not be durable.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        try:
+            self.store.stat(self._key)
+        except NotFoundError:
+            return False
+        return True
+
+    def discard(self) -> None:
+        """Delete what an aborted claim has put: no record needs it. A failure costs only space, until the next gc."""
+        if self._found is not None and self._found.state == records.ABORTED:
+            with suppress(SnapstoreError):
+                self.store.delete(sorted(self.written))
 
     def _withdraw(self, snapshot: Snapshot, substitute: Snapshot, failure: StorageError) -> None:
         """Make sure that the failed commit can never appear later. Return only if it turns out to have landed."""
@@ -353,8 +372,17 @@ class Claim(Putter):
             ruling = self._create(substitute)
         except SnapstoreError:
             raise StorageError(
-                f"{self.verb} {snapshot.ref}: the commit failed and could not be rolled back ({failure}); "
-                "whether it was committed is unknown: run 'snapstore log' once the store answers again"
+                f"{self.verb} {snapshot.ref}: the commit failed and could not be rolled back ({failure}); {UNKNOWN}"
             ) from failure
         if ruling.write_id != snapshot.write_id:
             raise failure
+
+
+def of_unknown_outcome(error: SnapstoreError) -> StorageError:
+    """Return an error as one of a save that may be committed: it says so, and never that nothing was committed."""
+    if isinstance(error, StorageError) and UNKNOWN in str(error):
+        return error
+    told = copy.copy(error) if isinstance(error, StorageError) else StorageError()
+    told.args = (f"{str(error).partition('; nothing was')[0]}; {UNKNOWN}",)
+    told.retryable = error.retryable
+    return told

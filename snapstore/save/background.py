@@ -273,6 +273,7 @@ class SaveHandle:
         """Wait up to `timeout` seconds; return the committed snapshot, or None for a skipped save.
 
         A save that is tried again (`on_error="warn"`) has one more attempt at once, and the error of that is raised.
+        With a timeout it is only looked at: it goes on as before.
 
         Raises:
             InvalidInputError: the thread that saves calls, from a handler of the log for example; or a forked child.
@@ -286,7 +287,8 @@ class SaveHandle:
                 )
             if self._pid != os.getpid():
                 raise InvalidInputError("this save runs in the process before the fork: call result there")
-            self._on_wait()
+            if timeout is None:
+                self._on_wait()
         if not self._finished.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"the save has not finished within {timeout} s")
         if self._error is not None:

@@ -7,14 +7,15 @@ protocol's: everything that a record needs is durable before it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from ..catalog.history import View
 from ..context import Context
 from ..errors import SnapstoreError, StorageError, out_of_memory
 from ..format.records import COMMITTED, Snapshot
 from ..protocol import tags
+from ..protocol.claim import of_unknown_outcome
 from ..protocol.session import SaveSession
 from ..text import human_bytes, log
 from .inputs import Lineage, PartInput, SaveRequest
@@ -46,13 +47,18 @@ def save(
         ConflictError: a gc has expired this save; save again.
         Anything that the iterator raises.
     """
-    attempts = _Attempts(context, lineage, request, inputs, staging)
+    failed = retrying.failed if retrying and retrying.warns else []
+    attempts = _Attempts(context, lineage, request, inputs, staging, failed)
     with staging.saving(inputs) if staging else nullcontext():
         return retrying.run(request, attempts.one) if retrying else attempts.one()
 
 
 class _Attempts:
-    """The attempts of one save; see `save`. Each attempt has a session of its own."""
+    """The attempts of one save; see `save`. Each attempt has a session of its own.
+
+    Args:
+        failed: the sessions of failed attempts, also of earlier saves; before the next attempt each has a record.
+    """
 
     def __init__(
         self,
@@ -61,16 +67,22 @@ class _Attempts:
         request: SaveRequest,
         inputs: Sequence[PartInput],
         staging: Staging | None,
+        failed: list[SaveSession],
     ) -> None:
         self._context, self._lineage, self._request = context, lineage, request
-        self._inputs, self._staging = inputs, staging
-        self._unclear: tuple[SaveSession, Written] | None = None  # of the last attempt, if it may have committed
+        self._inputs, self._staging, self._failed = inputs, staging, failed
+        self._written: dict[SaveSession, Written] = {}  # of attempts that may have committed
 
     def one(self) -> Snapshot:
-        """Commit, and keep the inputs as the next base; each attempt pins the place, which may be mounted anew."""
+        """Commit, and keep the inputs as the next base; each attempt pins the place, which may be mounted anew.
+
+        Raises:
+            StorageError: the store failed. The message says so if this attempt or an earlier one may have committed.
+        """
         context, request, staging = self._context, self._request, self._staging
         advice = "free memory, then save again; 'snapstore log' shows whether this save was committed"
-        with context.store.pinned():  # the session checks the repository; tags leave other snapshots after it has ended
+        # The session checks the repository; tags leave other snapshots after it has ended.
+        with self._telling_what_is_unknown(), context.store.pinned():
             before = context.index.refresh(request.run) if request.tags else None
             snapshot, written = self._settled() or (None, None)
             if snapshot is None or written is None:
@@ -82,27 +94,50 @@ class _Attempts:
                         written = write(context, session, self._inputs, bases, full=request.full, staging=staging)
                         request.before_commit()
                         snapshot = commit(session, request, written, written.bases.snapshots)
-                except StorageError:
+                except Exception:
+                    if session.written:
+                        self._failed.append(session)
                     if written is not None and session.is_unclear:
-                        self._unclear = session, written
+                        self._written[session] = written
                     raise
             if staging:
                 staging.keep_as_base(self._inputs, snapshot.id)
             self._lineage.note_saved(snapshot, written.manifests_by_name)
             return finish(context, request, snapshot, written.headers, before)
 
-    def _settled(self) -> tuple[Snapshot, Written] | None:
-        """Return the snapshot of the last attempt if its record is there after all; else make sure it never is.
+    @contextmanager
+    def _telling_what_is_unknown(self) -> Iterator[None]:
+        try:
+            yield
+        except SnapstoreError as error:
+            told = of_unknown_outcome(error) if self._written else error
+            if told is error:
+                raise
+            raise told from error
 
-        If the store does not answer, the next attempt shows that. It may then save the step a second time, which costs
-        space; the newer one counts.
+    def _settled(self) -> tuple[Snapshot, Written] | None:
+        """Return the snapshot of an earlier attempt if its record is there after all; else make sure it never is.
+
+        If its record is there, and the store cannot tell whether it is durable, the next attempt saves the step a
+        second time, which costs space; the newer one counts.
+
+        Raises:
+            StorageError: the store failed; no attempt begins before it is known.
         """
-        unclear, self._unclear = self._unclear, None
-        if unclear is not None:
-            with suppress(StorageError):
-                found = unclear[0].settle()
-                if found.state == COMMITTED:
-                    return found, unclear[1]
+        while self._failed:
+            session = self._failed[-1]
+            try:
+                found = session.settle()
+            except StorageError:
+                if not session.has_record():
+                    raise
+                self._failed.pop()
+                continue
+            self._failed.pop()
+            written = self._written.pop(session, None)
+            if written is not None and found.state == COMMITTED:
+                return found, written
+            session.discard()
         return None
 
 

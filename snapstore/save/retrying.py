@@ -19,7 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from ..errors import RanksError
+from ..errors import RanksError, StorageError
+from ..protocol.session import SaveSession
 from ..storage import progress
 from ..text import log
 from ..threads import current_watch, watched
@@ -53,10 +54,14 @@ class Retrying:
         warns: False: each save has one attempt.
         leads: whether this rank decides on attempts for all; False: newer saves here wait until rank 0's has replaced
             the pending one.
+
+    Attributes:
+        failed: the sessions of failed attempts that the next attempt ends; see pipeline.py.
     """
 
     def __init__(self, name: str, *, warns: bool, leads: bool = True) -> None:
         self.warns, self._name, self._leads = warns, name, leads
+        self.failed: list[SaveSession] = []
         self._changed = threading.Condition()
         self._durable = ""  # the last committed step, and when; "" if this manager has committed none
         self._began: float | None = None  # when the series of failures has begun [s, time.monotonic]
@@ -64,6 +69,8 @@ class Retrying:
         self._told: set[str] = set()  # the errors of the series that were logged
         self._told_at = 0.0  # the pause at which the series was logged last [s]
         self._longest_s, self._pid = RETRY_MAX_S, os.getpid()
+        self._silence = ""  # why a newer save has replaced an attempt
+        self._upkeep_watch = self._require_answer  # always the same object
 
     # -- the thread of the save
 
@@ -88,8 +95,10 @@ class Retrying:
                     done = attempt()
             except Exception as error:
                 if not request.decide(error) or isinstance(error, RanksError):
-                    if request.replaced_by and self._began is None:  # the store has not answered the first attempt
-                        self._note_failure(request, error)()
+                    if request.replaced_by:
+                        with self._changed:
+                            say = self._note_failure(request, StorageError(self._silence))
+                        say()
                     self._require_current(request)
                     raise
                 with self._changed:
@@ -191,6 +200,19 @@ class Retrying:
             )
             log.warning(message, self._name, request.step, time.monotonic() - began, attempts, replaced)
 
+    def upkeep(self, work: Callable[[], object]) -> None:
+        """Do what follows a commit. If `warns`, it gets a StorageError once the store has not answered for `SILENT_S`.
+
+        Else newer saves would wait for it, or be skipped.
+        """
+        with watched(self._upkeep_watch if self.warns else None):
+            work()
+
+    def _require_answer(self) -> None:
+        silent = progress.retrying(self._upkeep_watch)
+        if silent is not None and silent[1] > SILENT_S:
+            raise StorageError(f"{silent[0]} has not answered for {silent[1]:.0f} s")
+
     # -- other threads
 
     def hurry(self, request: SaveRequest | None) -> None:
@@ -234,6 +256,10 @@ class Retrying:
         is_pending = self.is_pending(request)  # without the lock: in a job it may ask the other ranks
         with self._changed:
             if is_pending and self._is_due(request):
+                silent = progress.retrying(request.watch)
+                self._silence = (
+                    f"{silent[0]} has not answered for {silent[1]:.0f} s" if silent else "it has no answer yet"
+                )
                 request.replaced_by = ref
                 request.unwanted = f"save {ref} has replaced it"
                 self._changed.notify_all()

@@ -30,6 +30,7 @@ from snapstore import (
     FormatError,
     IntegrityError,
     InvalidInputError,
+    KeepLast,
     PerRank,
     Repository,
     SnapshotManager,
@@ -38,8 +39,10 @@ from snapstore import (
     StorageFullError,
 )
 from snapstore.save import retrying
-from snapstore.storage import progress
+from snapstore.storage import atomic_write, progress
+from snapstore.storage.local import LocalStore
 from snapstore.storage.os_errors import translate
+from snapstore.storage.s3 import retry as s3_retry
 from snapstore.storage.s3.failures import Failure, failure_of
 from snapstore.storage.s3.retry import pause as pause_of_s3
 from snapstore.storage.s3.store import S3Store
@@ -72,6 +75,35 @@ def state(step, size=3000):
 
 def away(store, mode="outage"):
     store.at, store.mode = len(store.log), mode
+
+
+class Silent(FaultStore):
+    """Answers nothing while it is `silent`, as S3 that is gone: each request is sent again and again.
+
+    Attributes:
+        silent_at: prefixes of keys; the first delete of such a key makes it silent.
+    """
+
+    silent, silent_at = False, ()
+
+    def _act(self, name, key, effect):
+        if name == "delete" and key.startswith(self.silent_at):
+            self.silent = True
+        try:
+            while self.silent:
+                s3_retry.pause(1)
+        finally:
+            progress.end_retry()
+        return super()._act(name, key, effect)
+
+
+class Lost(Silent):
+    """Goes away at the first record, which lands."""
+
+    def put(self, key, data):
+        if key.startswith("snapshots/") and self.at is None and not self.fired:
+            away(self, "lost-outage")
+        super().put(key, data)
 
 
 def pending(snapshots):
@@ -206,23 +238,177 @@ def test_an_error_that_lasts_is_raised_as_without_the_option(store, async_save, 
 
 def test_an_outcome_that_is_unclear_is_settled_before_the_next_attempt(store):
     """The record has landed, and the store went away before it could say so: the step is saved once."""
-
-    class Lost(FaultStore):
-        def put(self, key, data):
-            if key.startswith("snapshots/") and self.at is None and not self.fired:
-                away(self, "lost-outage")
-            super().put(key, data)
-
     lost = Lost(store.inner)
     with manager(lost) as snapshots:
         handle = snapshots.save(0, state(0))
-        until(lambda: lost.fired and snapshots._running.is_pausing)
+        until(lambda: snapshots._retrying._attempts > 3)  # the store cannot tell at several attempts
         lost.heal()
         assert handle.result(60).step == 0
         assert snapshots.save(1, state(1)).result().depth == 1  # a delta of it
     with opened(store.inner) as repository:
         assert [s.step for s in repository.snapshots()] == [0, 1]
         assert repository.check("restore").ok
+
+
+@pytest.mark.parametrize("ended", ["by result", "by close"])
+def test_no_error_says_that_nothing_was_committed_if_that_is_unknown(store, ended, monkeypatch):
+    """The record has landed; the store is away, or silent, until the save ends."""
+    monkeypatch.setattr(retrying, "RETRY_S", 600.0)
+    lost = Lost(store.inner)
+    snapshots = manager(lost)
+    handle = snapshots.save(0, state(0))
+    until(lambda: lost.fired and snapshots._running.is_pausing)
+    if ended == "by close":
+        lost.heal()
+        lost.silent = True
+        with suppress(SnapstoreError, TimeoutError):
+            snapshots.close(0.5)
+    with pytest.raises(StorageError, match=r"; whether it was committed is unknown: run 'snapstore log'") as caught:
+        handle.result()
+    assert "nothing was committed" not in str(caught.value)
+    lost.silent = False
+    lost.heal()
+    with suppress(SnapstoreError):
+        snapshots.close()
+    with opened(store.inner) as repository:
+        assert [s.step for s in repository.snapshots()] == [0]
+
+
+def test_a_record_whose_fsync_failed_is_saved_again(tmp_path, monkeypatch):
+    """The record is there, and this process can never tell whether it is durable: the save does not wait for that."""
+    failed = []
+
+    def fsync(folder, shown):
+        if shown.startswith("snapshots/a/") and len(shown) > 50 and not failed:
+            failed.append(shown)
+            raise OSError(errno.EIO, "failed")
+        return real(folder, shown)
+
+    real = atomic_write.fsync_directory
+    monkeypatch.setattr(atomic_write, "fsync_directory", fsync)
+    with manager(tmp_path / "r") as snapshots:
+        assert snapshots.save(0, state(0)).result(60).step == 0
+        assert failed
+        assert snapshots.save(1, state(1)).result(60).step == 1
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_failed_attempts_leave_one_session_at_most(replaced, tmp_path, monkeypatch):
+    """Of one save, and of saves that replace each other: no lock, descriptor or object is left of each."""
+    bad = False
+
+    def put(self, key, data):
+        if bad and (key.startswith("snapshots/") or (key.startswith("manifests/") and not replaced)):
+            raise StorageError(f"{key}: cannot write")
+        return real(self, key, data)
+
+    def held():
+        packs = sum(path.is_file() for path in (tmp_path / "r/packs").rglob("*"))
+        return len(list(Path("/proc/self/fd").iterdir())), len(list((tmp_path / "r/sessions").iterdir())), packs
+
+    def attempts(number):
+        until(lambda: snapshots._retrying._attempts >= number)
+        until(lambda: snapshots._running.is_pausing)
+
+    real = LocalStore.put
+    monkeypatch.setattr(LocalStore, "put", put)
+    with manager(tmp_path / "r") as snapshots:
+        snapshots.save(0, state(0)).result()
+        bad = True
+        handle = snapshots.save(1, state(1))
+        attempts(2)
+        first = held()
+        for number in range(3, 8):
+            if replaced:
+                handle = snapshots.save(number, state(number))
+            attempts(number)
+        now = held()
+        assert (now[0] <= first[0] + 1, now[1:]) == (True, first[1:])
+        bad = False
+        handle.result(60)
+        assert held()[1:] == (0, 2)
+    with opened(tmp_path / "r") as repository:
+        assert repository.check("restore").ok
+
+
+def test_failed_attempts_leave_no_packs(store):
+    """An attempt whose aborted record could be made: the next one deletes what it has put."""
+
+    class NoManifests(FaultStore):
+        bad = False
+
+        def put(self, key, data):
+            if self.bad and key.startswith("manifests/"):
+                raise StorageError(f"{key}: cannot write")
+            super().put(key, data)
+
+    bad = NoManifests(store.inner)
+    with manager(bad) as snapshots:
+        snapshots.save(0, state(0)).result()
+        before = len(list(store.inner.list("packs/")))
+        bad.bad = True
+        handle = snapshots.save(1, state(1))
+        until(lambda: snapshots._retrying._attempts > 5)
+        assert len(list(store.inner.list("packs/"))) <= before + 1  # of the last attempt
+        bad.bad = False
+        assert handle.result(60).step == 1
+        assert len(list(store.inner.list("packs/"))) == before + 1
+    with opened(store.inner) as repository:
+        assert repository.check("restore").ok
+
+
+def test_a_caller_that_only_looks_ends_no_save(store):
+    """`result(timeout)` raises TimeoutError, and the save is tried again as before."""
+    with manager(store) as snapshots:
+        away(store)
+        handle = snapshots.save(0, state(0))
+        for _ in range(5):
+            with pytest.raises(TimeoutError):
+                handle.result(0.05)
+        tried = snapshots._retrying._attempts
+        until(lambda: snapshots._retrying._attempts > tried + 2)
+        assert not handle.done()
+        store.heal()
+        assert handle.result(60).step == 0
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "skip"])
+def test_a_store_that_is_silent_during_gc_keeps_no_newer_save(store, on_busy, monkeypatch, caplog):
+    monkeypatch.setattr(retrying, "SILENT_S", 0.3)
+    quiet = Silent(store.inner)
+    with manager(quiet, on_busy=on_busy, keep=KeepLast(1)) as snapshots:
+        for step in range(2):
+            snapshots.save(step, state(step)).result()
+            snapshots._background.join()
+        quiet.silent_at = ("packs/", "manifests/", "gc/")
+        snapshots.save(2, state(2)).result()
+        until(lambda: quiet.silent)
+        if on_busy == "skip":
+            until(lambda: not snapshots._background.is_busy())
+        handle = snapshots.save(3, state(3))  # it would wait as long as the store is silent
+        assert quiet.silent
+        assert "retention ended early, the next save tries again: S3 has not answered" in caplog.text
+        quiet.silent_at, quiet.silent = (), False
+        assert handle.result(60).step == 3
+        snapshots.wait_until_finished()
+        assert snapshots.all_steps() == [3]
+
+
+def test_the_log_says_why_a_newer_save_has_replaced_the_first_attempt(store, monkeypatch, caplog):
+    monkeypatch.setattr(retrying, "SILENT_S", 0.2)
+    monkeypatch.setattr(retrying, "ANSWER_S", 0.2)
+    quiet = Silent(store.inner)
+    with manager(quiet) as snapshots:
+        snapshots.save(0, state(0)).result()
+        quiet.silent = True
+        for step in range(1, 4):
+            handle = snapshots.save(step, state(step))
+        quiet.silent = False
+        assert handle.result(60).step == 3
+    first = next(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
+    assert re.match(r"run=a step=1 is not durable yet: attempt 1 has failed, .*: S3 has not answered for \d+ s$", first)
+    assert "2 failed attempts, and 2 saves that newer ones replaced" in caplog.text
+    assert "has replaced it" not in caplog.text
 
 
 def test_the_copies_of_a_pending_save_are_all_that_it_keeps(store):
@@ -338,7 +524,7 @@ def test_ranks_that_wait_get_one_more_attempt_and_its_error(store, call, bad, mo
     if call.startswith("result"):
         asking = int(call[-1])
         with pytest.raises(StorageError, match="injected"):
-            handles[asking].result(60)
+            handles[asking].result()
         assert all(isinstance(one, StorageError) for one in managers.all(lambda m, r: handles[r].result(60)))
     else:
         found = managers.all(lambda m, r: getattr(m, call)())
@@ -369,13 +555,6 @@ def test_an_error_that_lasts_on_one_rank_ends_the_save_on_all(store, bad, later)
 
 def test_ranks_settle_an_outcome_that_is_unclear(store):
     """Rank 0's record lands, and its store goes away before it can know: all ranks get that snapshot, once."""
-
-    class Lost(FaultStore):
-        def put(self, key, data):
-            if key.startswith("snapshots/") and self.at is None and not self.fired:
-                away(self, "lost-outage")
-            super().put(key, data)
-
     lost = Lost(store.inner)
     managers = Managers(
         store.inner, COUNT, stores=[lost, *(FaultStore(store.inner) for _ in range(2))], on_error="warn"

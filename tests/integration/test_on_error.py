@@ -588,7 +588,7 @@ def test_ranks_must_agree_on_what_an_error_does(store):
         Managers(store.inner, COUNT, of_rank=lambda rank: {"on_error": "raise" if rank == 1 else "warn"})
 
 
-class Silent(FaultStore):
+class SilentFor(FaultStore):
     """While it is `silent`, requests are sent again and again, as to an S3 that does not answer."""
 
     silent, put_s, request_s, loses_record = False, 0.0, 60.0, False
@@ -618,7 +618,7 @@ def silent_job(store, monkeypatch):
     """Two ranks whose stores may be silent, and short times for that."""
     monkeypatch.setattr(retrying, "SILENT_S", 0.5)
     monkeypatch.setattr(retrying, "ANSWER_S", 0.5)
-    stores = [Silent(store.inner) for _ in range(2)]
+    stores = [SilentFor(store.inner) for _ in range(2)]
     managers = Managers(store.inner, 2, stores=stores, on_error="warn", total_s=120.0)
     managers.each(lambda m, r: m.save(0, rank_state(0, r)).result())
     yield managers, stores

@@ -16,7 +16,7 @@ from ..catalog.read_twice import answers, tried
 from ..chunks.reader import ChunkReader, whole
 from ..context import Context
 from ..engine.cpu import ProvingEngine
-from ..errors import DAMAGE, CapabilityError, FormatError, SnapstoreError, StorageError
+from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, SnapstoreError, StorageError
 from ..format.blobs import blob
 from ..format.keys import pack_key
 from ..format.manifests.manifest import Manifest, manifest_name
@@ -40,7 +40,7 @@ class DamagedPacks:
         self._store = store
         self.why: dict[str, str] = {}
         self.misbuilt: dict[str, set[int]] = {}
-        self._found: dict[tuple[str, int], bytes] = {}  # (key, offset) -> digest of the blob there; empty: damaged
+        self._found: dict[tuple[str, int, bytes], bool] = {}  # (key, offset, digest) -> whether that blob lies there
 
     def __contains__(self, key: object) -> bool:
         return key in self.why or key in self.misbuilt
@@ -61,10 +61,17 @@ class DamagedPacks:
         """
         if offset in self.misbuilt.get(key, ()):
             return False
-        if (key, offset) not in self._found:
-            found = tried(self._store, lambda: blob.parse(self._store.get_range(key, offset, length), key).digest)
-            self._found[key, offset] = found or b""
-        return self._found[key, offset] == digest
+        place = key, offset, digest
+        if place not in self._found:
+            self._found[place] = tried(self._store, lambda: self._read(*place, length)) is not None
+        return self._found[place]
+
+    def _read(self, key: str, offset: int, digest: bytes, length: int) -> bytes:
+        """Return the digest of a chunk, if its intact blob lies there."""
+        found = blob.parse(self._store.get_range(key, offset, length), key).digest
+        if found != digest:  # perhaps another object's bytes: a second read shows it
+            raise IntegrityError(f"{key}: offset {offset}: expected the blob of {digest.hex()}, got {found.hex()}")
+        return found
 
     def within(self, m: Manifest) -> Column:
         """Return which references of a manifest point into damaged packs, (k,) bool."""

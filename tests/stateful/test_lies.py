@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from test_crash_points import abroad, forgotten, half_copied, half_swept, history, hollow, marked, shared, unmarked
 
@@ -22,6 +23,7 @@ from kit.actors import Actor
 from kit.faults import Crash, FaultStore, one_thread
 from kit.lies import LyingStore, every_lie
 from kit.objects import clone, flip, keys_of, with_keys_alone
+from kit.rank_snapshots import manifests_of
 from kit.ranks import save_shared
 from kit.repositories import OPTIONS, check_clean, check_whole, committed, created, opened, save, version_of
 from kit.samples import SEED, THOROUGH, sampled
@@ -38,6 +40,8 @@ from snapstore import (
     StorageFullError,
 )
 from snapstore.catalog import policy_store
+from snapstore.check.damaged_packs import DamagedPacks
+from snapstore.format.keys import pack_key
 from snapstore.storage.base import ObjectInfo
 from snapstore.storage.memory import MemoryStore
 
@@ -644,6 +648,22 @@ def test_one_lie_changes_no_finding_of_a_check(prepare, monkeypatch):
         told += lying.told
         assert isinstance(outcome, SnapstoreError) or outcome == expected, (lie, honest.asked[k])
     assert told > 10
+
+
+def test_a_blob_of_another_pack_is_read_again():
+    """The bytes of another pack are a valid blob there, of another chunk."""
+    store = MemoryStore()
+    rng = np.random.default_rng(0)
+    with Repository.create(store, chunk_bytes=1024, options=OPTIONS) as repository:
+        for run in "ab":
+            repository.save({"w": rng.integers(0, 256, 4096, np.uint8)}, run=run, step=0)
+        _, m = manifests_of(store, repository.view().resolve("a@0"))[-1]
+    lying = LyingStore(store)
+    lying.lie_once(0, "other 0")
+    at = int(m.table.ref_offsets[0]), int(m.table.ref_lengths[0]), m.table.ref_digests[0].tobytes()
+    assert DamagedPacks(lying).holds(pack_key(m.header.pack_names[0]), *at)
+    assert lying.told
+    assert len(lying.asked) == 2
 
 
 @pytest.mark.no_cover

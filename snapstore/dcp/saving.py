@@ -205,7 +205,8 @@ class Saver:
                 near = NearChildren(inputs, rank, world_size) if world_size else None
                 bases = load_bases(context, session, cached, near)
                 written = write(context, session, inputs, bases, full=False, staging=staging, place=self.place)
-                staging.keep_as_base(inputs, session.id)  # if nothing is committed, no record names it as a base
+                # if nothing is committed, no record names it as a base
+                staging.keep_as_base(inputs, session.id, written.in_memory)
         finally:  # also after an error: rank 0 counts all holders in the next save
             if self._is_stale:
                 self._forget_holders()

@@ -12,6 +12,7 @@ staging.py          the private copy of the state, and the bytes that are the ne
 known_state.py      a state that was recognised, grouped by where its tensors are copied
 shares.py           the boxes of a tensor that one of several ranks stores
 replicas.py         digests of the copies that several ranks hold
+unchanged.py        tensors of a device that need no copy, because a base has their chunks
 known_chunks.py     the chunks that are stored already, and the bases for deltas
 near_children.py    the manifests of a base that a rank reads
 chunk_writer.py     split -> digest -> known? -> delta -> encode -> pack, in batches

@@ -38,6 +38,7 @@ from ..text import log
 from ..threads import Gate
 from .inputs import TensorInput
 from .known_chunks import AnySession, Bases, BoxPlace, place_of
+from .unchanged import UnchangedGoneError
 
 #: `verify_writes="sample"` decodes one new blob in VERIFY_ONE_IN; each generation chooses other blobs. After the first
 #: VERIFY_ONE_IN * k blobs of a save it takes k neighbours together, for each k of VERIFIED_TOGETHER: for a device, to
@@ -56,6 +57,7 @@ class _ChunkRange(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Consecutive chunks of one tensor, or of one box of it."""
 
     tensor: TensorInput
+    first_row: int  # the row of the first chunk
     data: Memory
     base: Memory | None  # its bytes in the first base, if they are cached where the engine works
     starts: Column  # (n,) where each chunk begins in the data [bytes]
@@ -66,13 +68,15 @@ class _ChunkRange(msgspec.Struct, frozen=True, eq=False, gc=False):
     def part(self, rows: slice) -> _ChunkRange:
         """Return some of the chunks."""
         columns = (self.starts, self.lengths, self.candidates, self.numbers)
-        return _ChunkRange(self.tensor, self.data, self.base, *(column[rows] for column in columns))
+        first_row = self.first_row + rows.start
+        return _ChunkRange(self.tensor, first_row, self.data, self.base, *(column[rows] for column in columns))
 
 
 @dataclass(slots=True)
 class Rows:
     """Columns over chunks of this save."""
 
+    numbers: Column  # (n,) the row of each
     digests: Bytes  # (n, 16)
     lengths: Column  # (n,)
     sources: Column  # (n,) the row whose blob this chunk has: the first one of equal chunks
@@ -81,11 +85,16 @@ class Rows:
 
     @staticmethod
     def concatenate(rows: Sequence[Rows]) -> Rows:
-        """Return all rows as one."""
+        """Return all rows as one, in order."""
         nothing = np.empty(0, np.int64)
-        rows = [Rows(np.empty((0, 16), np.uint8), nothing, nothing, nothing, np.empty((0, 4), np.int64)), *rows]
-        columns = zip(*((r.digests, r.lengths, r.sources, r.base_rows, r.blobs) for r in rows), strict=True)
-        return Rows(*map(np.concatenate, columns))
+        rows = [
+            Rows(nothing, np.empty((0, 16), np.uint8), nothing, nothing, nothing, np.empty((0, 4), np.int64)),
+            *rows,
+        ]
+        columns = zip(*((r.numbers, r.digests, r.lengths, r.sources, r.base_rows, r.blobs) for r in rows), strict=True)
+        numbers, *others = map(np.concatenate, columns)
+        order = np.argsort(numbers)
+        return Rows(numbers[order], *(column[order] for column in others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,7 @@ class _ExaminedBatch:
     engine: Engine
     part: tuple[int, str]  # rank and name
     runs: Sequence[_ChunkRange]
+    numbers: Column  # (n,) the row of each chunk
     which: Column  # (n,) the run of each chunk
     candidates: Column  # (n,) the row of each chunk's candidate base, or -1
     given: Examination
@@ -174,7 +184,6 @@ class ChunkWriter:
         self.packs.hasten(context.engines.cpu.puts)
         self.rows = self.new_chunks = 0
         self.done: list[Rows] = []
-        self._rows_begun = 0  # rows that have been hashed
         self._runs: list[_ChunkRange] = []  # the batch that is being filled
         self._size_bytes = self._count = 0
         self._stores_raw = context.engines.stores_raw(context.store)
@@ -219,7 +228,13 @@ class ChunkWriter:
         Raises:
             InvalidInputError: it was changed while it was saved.
             BaseDamagedError: a base cannot be read.
+            UnchangedGoneError: it was not copied, as a base had its chunks, which are gone; and it has changed.
         """
+        if tensor.digests is not None:
+            known = self._known(tensor.digests)
+            if (known >= 0).all():
+                return self._refer(tensor, tensor.digests, known)
+            tensor = self._copied_late(tensor, tensor.digests)
         data = tensor.data(self._engines.memory_of)
         self._use(self._engines.of(data))
         if self._runs and (self._runs[0].tensor.copy is None) != (tensor.copy is None):  # a batch has one kind only
@@ -246,17 +261,49 @@ class ChunkWriter:
             self._verifier.finish()  # it may hold the memory
         return total
 
-    def _cut(self, tensor: TensorInput, data: Memory, number: int) -> _ChunkRange:
-        """Return the chunks of a tensor or a box, with the chunks of the bases at the same places."""
+    def _refer(self, tensor: TensorInput, digests: Bytes, known: Column) -> int:
+        """Refer to the chunks of a base for a tensor that was not copied; return how many there are."""
+        numbers = self.rows + np.arange(len(known))
+        lengths = self.bases.lengths[known].astype(np.int64)
+        self.done.append(Rows(numbers, digests, lengths, numbers, known, np.full((len(known), 4), -1, np.int64)))
+        self.rows += len(known)
+        progress.advance(tensor.spec.nbytes)
+        return len(known)
+
+    def _copied_late(self, tensor: TensorInput, digests: Bytes) -> TensorInput:
+        """Copy a tensor that was not copied because a base had its chunks: some of them are gone.
+
+        Raises:
+            UnchangedGoneError: it has changed since then.
+        """
+        assert tensor.array is not None
+        with suppress(InvalidInputError, RuntimeError):  # another form, or a storage that is gone: it has changed
+            data = tensor.array.memory(self._engines.memory_of)
+            engine = self._engines.of(data)
+            _, starts, lengths, _, _ = self._places_of(tensor, 0)
+            whole = Chunks([data], np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([tensor.spec.nbytes]))
+            copied = engine.load(whole, copy=True)
+            (memory,) = copied.views()
+            chunks = Chunks([memory], np.zeros(len(starts), np.int64), starts, lengths)
+            if np.array_equal(engine.start_digests(chunks)(), digests):
+                return msgspec.structs.replace(tensor, array=None, copy=memory, digests=None, base=None)
+        raise UnchangedGoneError(tensor.spec)
+
+    def _places_of(self, tensor: TensorInput, number: int) -> tuple[BoxPlace, Column, Column, Column, Column]:
         spec, of = tensor.spec, tensor.box_of
         whole, offsets = (spec.shape, None) if of is None else (of.spec.shape, of.piece.offsets)
-        place, starts, lengths, in_strip, numbers = _cuts_of(spec, whole, offsets, number, self._chunk_bytes)
+        return _cuts_of(spec, whole, offsets, number, self._chunk_bytes)
+
+    def _cut(self, tensor: TensorInput, data: Memory, number: int) -> _ChunkRange:
+        """Return the chunks of a tensor or a box, with the chunks of the bases at the same places."""
+        spec = tensor.spec
+        place, starts, lengths, in_strip, numbers = self._places_of(tensor, number)
         may_delta = tensor.may_delta and self._context.options.delta != "none"
         candidates, is_cached = self.bases.rows_at(place if may_delta else None, in_strip, lengths)
         base = tensor.base if is_cached else None
         if base is not None and (base.nbytes < spec.nbytes or self._engines.of(base) is not self._engine):
             base = None
-        return _ChunkRange(tensor, data, base, starts, lengths, candidates, numbers)
+        return _ChunkRange(tensor, self.rows, data, base, starts, lengths, candidates, numbers)
 
     def end_part(self) -> None:
         """Begin to write the last chunks of the part."""
@@ -313,7 +360,8 @@ class ChunkWriter:
             xor=self._context.options.delta == "xor",
         )
         wait = engine.start_examine(given)
-        self._examining.append(_ExaminedBatch(engine, self._part, runs, which, candidates, given, wait))
+        rows = np.concatenate([run.first_row + np.arange(len(run.starts)) for run in runs])
+        self._examining.append(_ExaminedBatch(engine, self._part, runs, rows, which, candidates, given, wait))
 
     def _encoded_at_once(self, found: Column, candidates: Column, in_memory: Column) -> Column:
         """Return which chunks may be encoded before they are looked up: those that are likely new."""
@@ -352,6 +400,13 @@ class ChunkWriter:
         while self._keeping:
             self._finish_keeping()
 
+    def _known(self, digests: Bytes) -> Column:
+        """Return the row of each chunk (n, 16) among the bases; -1: none, or not one that this save may refer to."""
+        known = self.bases.find(digests)
+        if self._full and len(self.bases.table):  # no chains: this snapshot outlives its bases
+            known = np.where((known >= 0) & (self.bases.depths[known] == 0), known, -1)
+        return known
+
     def _encode(self) -> None:
         """Look up the chunks of the oldest hashed batch, and begin to encode the new ones."""
         batch = self._examining[0]
@@ -359,15 +414,12 @@ class ChunkWriter:
         self._examining.popleft()
         digests, given = found.digests, batch.given
         count, lengths = len(given.chunks), given.chunks.lengths
-        known = self.bases.find(digests)
-        if self._full and len(self.bases.table):  # no chains: this snapshot outlives its bases
-            known = np.where((known >= 0) & (self.bases.depths[known] == 0), known, -1)
-        sources = self._rows_begun + np.arange(count)
+        known, sources = self._known(digests), batch.numbers.copy()
         for i in np.flatnonzero(known < 0).tolist():
-            sources[i] = self._own.setdefault(digests[i].tobytes(), self._rows_begun + i)
-        new = np.flatnonzero((known < 0) & (sources == self._rows_begun + np.arange(count)))
-        rows = Rows(digests, lengths, sources, known, np.full((count, 4), -1, np.int64))
-        self._rows_begun += count
+            sources[i] = self._own.setdefault(digests[i].tobytes(), int(sources[i]))
+            batch.runs[batch.which[i]].tensor.stored += 1
+        new = np.flatnonzero((known < 0) & (sources == batch.numbers))
+        rows = Rows(batch.numbers, digests, lengths, sources, known, np.full((count, 4), -1, np.int64))
         self.done.append(rows)
         same = (given.bases.which >= 0) & (found.base_digests == digests).all(axis=1)
         encode = self._batch(batch, found, new)

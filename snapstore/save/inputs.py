@@ -177,10 +177,13 @@ class TensorInput(msgspec.Struct, eq=False, gc=False):
         box_of: the tensor that this box belongs to; None: it is a whole tensor.
         array: the caller's array; None once its bytes are copied.
         copy: its bytes, (nbytes,) uint8, as staging copied them; None: the caller's memory is read.
+        digests: of its chunks (n, 16), if it was not copied because a base has all of them. `array` is for the case
+            that the base does not; it may have changed.
         base: its bytes in the prior snapshot, (nbytes,) uint8, if they are cached.
         keep_in: where its bytes go once `base` is no longer needed, (nbytes,) uint8, or None. It may be `base`.
         lent: whether the caller may change or free the memory as soon as the chunk writer has added the tensor.
         may_delta: whether deltas are tried.
+        stored: how many of its chunks no base had.
         bases_tried, deltas_stored: how many of its chunks had a full base, and how many became deltas.
     """
 
@@ -188,11 +191,13 @@ class TensorInput(msgspec.Struct, eq=False, gc=False):
     spec: TensorSpec
     array: Held | None
     copy: Memory | None = None
+    digests: Bytes | None = None
     base: Memory | None = None
     keep_in: Bytes | None = None
     lent: bool = False
     box_of: BoxOf | None = None
     may_delta: bool = True
+    stored: int = 0
     bases_tried: int = 0
     deltas_stored: int = 0
 

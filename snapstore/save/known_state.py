@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -18,6 +19,7 @@ import numpy as np
 
 from ..arrays import Bytes, Column
 from ..format.chunking import INLINE_BYTES
+from ..format.manifests.boxes import strip_start
 from ..state.values.arrays import Memory
 from ..state.values.held_array import Held
 from ..state.values.tensors import TensorSpec
@@ -77,6 +79,7 @@ class Group:
     Attributes:
         rows: their positions among the slots of the state.
         at: (n,) the positions of their tensors among those of a match.
+        is_in_pieces: (n,) bool, whether each must first be made contiguous.
         keys, nbytes: of these; the same objects at every save.
         offsets: (n,) where their boxes begin in their tensors [bytes].
     """
@@ -94,8 +97,23 @@ class Group:
             self.nbytes = _column(slot.nbytes(n) for slot, n in zip(chosen, self.nbytes.tolist(), strict=True))
             self.offsets = _column(slot.offset(n) for slot, n in zip(chosen, self.nbytes.tolist(), strict=True))
         self._specs = [structure.specs[slot.row] for slot in chosen]
-        in_pieces = set(structure.in_pieces)
-        self._in_pieces = [i for i, k in enumerate(at) if k in in_pieces] if in_pieces else []
+        self.is_in_pieces: Column = np.isin(self.at, structure.in_pieces)
+
+    def take(self, which: Column) -> Group:
+        """Return those at some positions (k,)."""
+        made = copy(self)
+        made.rows, made._slots, made.keys, made._specs = (
+            [column[i] for i in which.tolist()] for column in (self.rows, self._slots, self.keys, self._specs)
+        )
+        made.at, made.nbytes, made.offsets = self.at[which], self.nbytes[which], self.offsets[which]
+        made.is_in_pieces = self.is_in_pieces[which]
+        return made
+
+    def strip_starts(self) -> Iterator[int]:
+        """Yield where each of these begins in its strip [bytes]; see `boxes.strip_start`."""
+        for slot in self._slots:
+            of = slot.box_of
+            yield 0 if of is None else strip_start(of.piece.offsets, slot.spec.shape, slot.spec.itemsize)
 
     def held(self, match: Match) -> Iterator[tuple[int, Held]]:
         """Yield the position and the array of each of these."""
@@ -112,7 +130,7 @@ class Group:
             self.nbytes,
             partial(self._taken, match),
             self._addresses(match),
-            self._in_pieces,
+            np.flatnonzero(self.is_in_pieces).tolist(),
             keep=match,
         )
 
@@ -287,17 +305,24 @@ class KnownState:
         match: Match,
         copies: Sequence[tuple[Sequence[int], Callable[[], Sequence[Memory]]]],
         digests: Sequence[tuple[Sequence[int], Callable[[int], Bytes]]],
+        unchanged: Mapping[int, Bytes],
     ) -> list[PartInput]:
         """Return the inputs of a save.
 
         Args:
             copies: positions of slots, and a function that returns their bytes.
             digests: positions of replicas, and a function that returns the digests of the i-th of these.
+            unchanged: positions of slots that were not copied, and the digests of their chunks (k, 16).
         """
         tensors = [TensorInput(slot.key, slot.spec, None, box_of=slot.box_of) for slot in self._slots]
         for rows, memories in copies:
             for row, memory in zip(rows, memories(), strict=True):
                 tensors[row].copy = memory
+        if unchanged:
+            for group in self.copied.on_devices.values():
+                for row, held in group.held(match):
+                    if row in unchanged:
+                        tensors[row].array, tensors[row].digests = held, unchanged[row]
         rest = iter(tensors)
         given = {row: partial(give, i) for of, give in digests for i, row in enumerate(of)}
         replicas = iter([Replica(*known, given.get(i)) for i, known in enumerate(self._replicas)])

@@ -101,7 +101,7 @@ class _Attempts:
                         self._written[session] = written
                     raise
             if staging:
-                staging.keep_as_base(self._inputs, snapshot.id)
+                staging.keep_as_base(self._inputs, snapshot.id, written.in_memory)
             self._lineage.note_saved(snapshot, written.manifests_by_name)
             return finish(context, request, snapshot, written.headers, before)
 

@@ -6,6 +6,7 @@ A synchronous save of host memory reads the state itself, and overwrites the bas
 fails leaves no base of its own. A tensor whose deltas were all rejected keeps no base for a while.
 
 Tensors on a CUDA device are copied on that device, or into pinned host memory (`staging=`, engine/cuda/staging.py).
+Those that have not changed for some saves are not copied (unchanged.py).
 Without an engine for the device they are copied through host memory.
 """
 
@@ -26,6 +27,7 @@ from ..checks import check_choice
 from ..engine.registry import Engines
 from ..errors import CapabilityError, out_of_memory
 from ..format.chunking import INLINE_BYTES
+from ..format.manifests.manifest import Manifest
 from ..state.values.arrays import Memory, as_bytes
 from ..state.values.held_array import Held
 from ..state.walk.flatten import Part, flatten_and_learn
@@ -33,9 +35,10 @@ from ..state.walk.learner import DifferentStructureError
 from ..state.walk.structure import Match
 from ..threads import without_gc
 from .inputs import InputKey, PartInput, TensorInput, cut_plain, inputs_of, plain_names, turns_of
-from .known_state import KnownState
+from .known_state import Group, KnownState
 from .replicas import Replica, digests_of, spans
 from .shares import Name, RankShares
+from .unchanged import Trial, UnchangedGoneError, UnchangedTensors
 
 if TYPE_CHECKING:
     from ..engine.cuda.sources import Sources
@@ -105,6 +108,7 @@ class Staging:
         self._next_wait: dict[InputKey, int] = {}  # tensor -> how many these will be after the next rejection
         self._devices: DeviceStaging | None = None
         self._known: KnownState | None = None  # the structure of the last state
+        self._unchanged = UnchangedTensors()
 
     def _on_device(self, value: Any) -> bool:
         """Return whether a value is a tensor on a device that has an engine."""
@@ -311,7 +315,8 @@ class Staging:
         seed = self._engines.digest_seed
         with self._copying():
             try:
-                for device, group in known.copied.on_devices.items():
+                groups, unchanged = self._look_up(known, match)
+                for device, group in groups.items():
                     copies.append((group.rows, self._copy_of(group.sources(device, match))))
                 for device, group in known.hashed.on_devices.items():
                     if (found := self._start_digests(group.sources(device, match))) is not None:
@@ -332,7 +337,27 @@ class Staging:
                 hashed = held.memory(lambda alias: digests_of(as_bytes(alias), seed))
                 digests.append(([row], lambda _, hashed=hashed: hashed))  # type: ignore[misc]
         self._known = known
-        return partial(known.inputs, match, copies, digests)
+        return partial(known.inputs, match, copies, digests, unchanged)
+
+    def _look_up(self, known: KnownState, match: Match) -> tuple[dict[Any, Group], dict[int, Bytes]]:
+        """Wait for digests of tensors that may be unchanged; return the tensors to copy by device, and the others.
+
+        Returns:
+            The latter by their positions among the slots: the digests of the chunks of each, (n, 16).
+        """
+        groups, seed, unchanged = dict(known.copied.on_devices), self._engines.digest_seed, dict[int, Bytes]()
+        trials = list[tuple[Any, Trial, Callable[[], Bytes]]]()
+        for device, group in groups.items():
+            if (trial := self._unchanged.trial(device, group)) is not None:
+                found = self._on_devices().start_digests(trial.tried.sources(device, match), trial.spans, seed)
+                if found is not None:
+                    trials.append((device, trial, found))
+        if trials:
+            self._on_devices().wait()
+        for device, trial, found in trials:
+            groups[device], same = self._unchanged.split(trial, found())
+            unchanged.update(same)
+        return groups, unchanged
 
     def _copy_middle(self, known: KnownState, match: Match) -> tuple[list[Bytes], list[Bytes]]:
         """Return copies of the tensors in host memory that are larger than small ones, and the digests of replicas."""
@@ -345,7 +370,9 @@ class Staging:
 
     def _start_digests(self, sources: Sources) -> Callable[[int], Bytes] | None:
         """Begin to hash replicas on their device; they are complete when the copies are."""
-        return self._on_devices().start_digests(sources, spans(sources.nbytes), self._engines.digest_seed)
+        of_spans = spans(sources.nbytes)
+        found = self._on_devices().start_digests(sources, of_spans, self._engines.digest_seed)
+        return found and (lambda i: found()[slice(*np.searchsorted(of_spans[0], [i, i + 1]).tolist())])
 
     def prepare(self, parts: Sequence[Part], *, is_early: bool = False) -> Callable[[], None]:
         """Return a function that allocates the memory for the copies of a state ahead. It holds none of its tensors.
@@ -379,8 +406,9 @@ class Staging:
 
     def prepare_next(self) -> None:
         """Allocate memory for the next save, after one of the first ones: locking it takes longer than the copies."""
-        if self._devices is not None:
-            self._devices.prepare_next(self._spare, self._base, self._delta_rejected, INLINE_BYTES)
+        if self._devices is not None:  # on a device, not before it is known which tensors the next save copies
+            is_early, base, spare = self._unchanged.tries_all, self._base, self._spare
+            self._devices.prepare_next(spare, base, self._delta_rejected, INLINE_BYTES, is_early=is_early)
 
     @contextmanager
     def saving(self, inputs: Sequence[PartInput]) -> Iterator[None]:
@@ -394,7 +422,9 @@ class Staging:
                         raise
                     self._move_to_host(inputs)
             yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, UnchangedGoneError):
+                self._unchanged.forget()
             self.release_copies()
             raise
 
@@ -415,7 +445,7 @@ class Staging:
         for tensor in _tensors(inputs):
             tensor.base = self._base.get(tensor.key) if known else None
             tensor.may_delta = tensor.key not in self._delta_rejected
-            tensor.bases_tried = tensor.deltas_stored = 0
+            tensor.stored = tensor.bases_tried = tensor.deltas_stored = 0
         if _are_copies(inputs):
             return
         self._base_id = None  # from here on the base is half overwritten: it is no base until `keep_as_base`
@@ -425,8 +455,13 @@ class Staging:
                 if tensor.spec.nbytes >= INLINE_BYTES:
                     tensor.keep_in = self._base.room(tensor.key, tensor.spec.nbytes)
 
-    def keep_as_base(self, inputs: Sequence[PartInput], snapshot_id: str) -> None:
-        """Keep the bytes of a committed save as the next base, except for tensors whose deltas were rejected."""
+    def keep_as_base(self, inputs: Sequence[PartInput], snapshot_id: str, manifests: Sequence[Manifest] = ()) -> None:
+        """Keep the bytes of a committed save as the next base, except for tensors whose deltas were rejected.
+
+        Args:
+            manifests: of what this process has saved: the next save may find their chunks unchanged.
+        """
+        self._unchanged.note(_tensors(inputs), manifests)
         self._delta_rejected = {key: left - 1 for key, left in self._delta_rejected.items() if left > 1}
         for tensor in _tensors(inputs):
             if tensor.deltas_stored:
@@ -446,10 +481,20 @@ class Staging:
             tensor.base = None  # else its memory could not be released before the inputs are
         if self._keep_base and _are_copies(inputs):
             self._base, self._spare = self._spare, self._base
+            self._keep_unchanged({tensor.key for tensor in _tensors(inputs) if tensor.digests is not None})
             for key in self._delta_rejected.keys() & self._base.keys():
                 self._spare[key] = self._base.pop(key)
         self.release_copies()
         self._base_id = snapshot_id if self._keep_base else None
+
+    def _keep_unchanged(self, keys: set[InputKey]) -> None:
+        """Keep the old bases, now spare, of tensors that were not copied; but drop them on devices."""
+        for key in keys:
+            old, other = self._spare.pop(key, None), self._base.pop(key, None)
+            if hasattr(old, "array"):  # page-locked: to lock memory again would take long
+                self._base[key] = old
+                if other is not None:
+                    self._spare[key] = other
 
     def release_copies(self) -> None:
         """Release copies on devices that no save needs any more."""
@@ -459,6 +504,7 @@ class Staging:
     def clear(self) -> None:
         """Release all memory."""
         self._base, self._spare, self._base_id, self._known = Buffers(), Buffers(), None, None
+        self._unchanged.forget()
 
 
 @contextmanager
@@ -480,4 +526,4 @@ def _tensors(inputs: Sequence[PartInput]) -> Iterator[TensorInput]:
 
 def _are_copies(inputs: Sequence[PartInput]) -> bool:
     """Return whether staging copied the inputs: all of them, or none."""
-    return any(tensor.copy is not None for tensor in _tensors(inputs))
+    return any(tensor.copy is not None or tensor.digests is not None for tensor in _tensors(inputs))

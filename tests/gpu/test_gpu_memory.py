@@ -776,10 +776,10 @@ def test_memory_for_the_next_copies_is_allocated_in_the_background(monkeypatch):
             drift({"w": state["w"]}, step)
             made.save(step, state)
             made.wait_until_finished()
-    assert [waits for waits, _ in asked] == [True, False] * 4
-    ahead, copies = asked[1:-1:2], asked[2::2]
+    assert [waits for waits, _ in asked] == [True] + [True, False] * 3  # the second save may copy less than the first
+    ahead, copies = asked[2:-1:2], asked[3::2]
     assert [sizes for _, sizes in ahead] == [sizes for _, sizes in copies]
-    assert copies[0][1] != copies[-1][1]
+    assert asked[1][1] != copies[-1][1]
 
 
 def test_copies_between_the_same_addresses_reuse_their_table(monkeypatch):

@@ -16,7 +16,8 @@ SPARSE = some([f"[cuda-{size}-{layout}]" for size in (1, 2, 4, 8) for layout in 
 #: Each list runs in a process of its own, because all together take minutes on a busy machine.
 RUNS = [
     ["gpu/test_nvcomp.py", "gpu/test_gpu_ans.py", "gpu/test_gpu_damage.py", "attacks/test_collisions.py"],
-    ["gpu/test_gpu_memory.py", "gpu/test_gpu_changes.py", "gpu/test_gpu_reshard.py", "gpu/test_gpu_interrupts.py"],
+    ["gpu/test_gpu_memory.py", "gpu/test_gpu_changes.py", "gpu/test_gpu_reshard.py", "gpu/test_gpu_interrupts.py",
+     "gpu/test_gpu_unchanged.py"],
     [
         "gpu/test_gpu_staging.py", "gpu/test_gpu_first_save.py", "gpu/test_gpu_directions.py", "gpu/test_gpu_graphs.py",
         "gpu/test_gpu_ranks.py", "gpu/test_gpu_strides.py::test_they_come_back_on_each_device",
@@ -76,6 +77,13 @@ LEFT_OUT = {
 
 #: Each of these takes a second or more, so a run takes only three of them. A run on a GPU takes all.
 SLOW = [
+    *(f"gpu/test_gpu_unchanged.py::{name}[{case}" for name, cases in {
+        "test_what_is_frozen_is_copied_once": ("device", "host"),
+        "test_a_dense_state_is_compared_once": ("device", "host"),
+        "test_a_frozen_tensor_that_changes_is_copied_again": ("one element-", "all-", "other memory-"),
+        "test_any_tensors_may_change_at_any_step": ("device", "host"),
+        "test_the_base_of_what_was_not_copied_is_damaged": ("missing-", "all-"),
+    }.items() for case in cases),
     *(f"gpu/test_gpu_memory.py::{name}" for name in (
         "test_many_saves_keep_nothing[device]",
         "test_nvcomp_without_memory_saves[{'above': 0}]",

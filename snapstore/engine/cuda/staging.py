@@ -119,8 +119,7 @@ class DeviceStaging:
         Raises:
             InvalidInputError: a CUDA graph is being captured.
         """
-        if torch.cuda.is_current_stream_capturing():
-            raise InvalidInputError("save was called while a CUDA graph is being captured; call it between replays")
+        _require_no_capture()
         with torch.cuda.device(sources.device), torch.no_grad():
             layout = self._layout(sources, inline_below)
             rooms = self._rooms(sources, layout, spare, base, delta_rejected)
@@ -146,17 +145,21 @@ class DeviceStaging:
 
     def start_digests(
         self, sources: Sources, spans: tuple[Column, Column, Column], seed: int
-    ) -> Callable[[int], Bytes] | None:
+    ) -> Callable[[], Bytes] | None:
         """Begin to hash spans of tensors: XXH3-128 under a seed.
 
         Args:
             spans: (n,) the tensor of each span, ascending; its start; its length [bytes].
 
         Returns:
-            A function that returns the digests (k, 16) of a tensor, valid after `wait_copied`. None: there are no
-            spans, the kernels are not loaded yet, or the device has no memory for it.
+            A function that returns the digests (n, 16), valid after `wait` or `wait_copied`. None: there are no spans,
+            the kernels are not loaded yet, or the device has no memory for it.
+
+        Raises:
+            InvalidInputError: a CUDA graph is being captured.
         """
         device, (which, starts, lengths) = sources.device, spans
+        _require_no_capture()
         if not kernels.loaded(device.index) or not len(which):
             return None
         with torch.cuda.device(device), torch.no_grad():
@@ -174,7 +177,7 @@ class DeviceStaging:
                 return None
             training.wait_event(done)
             self._copying.append((device, done))
-        return lambda i: host.numpy()[slice(*np.searchsorted(which, [i, i + 1]).tolist())]
+        return host.numpy
 
     def _addresses(self, sources: Sources) -> Column:
         """Return the address of each tensor's bytes in C order; copy strided ones first."""
@@ -273,15 +276,21 @@ class DeviceStaging:
                     self._device_rooms(sources, layout, spare)
 
     def prepare_next(
-        self, spare: Buffers, base: Buffers, delta_rejected: Container[TensorKey], inline_below: int
+        self,
+        spare: Buffers,
+        base: Buffers,
+        delta_rejected: Container[TensorKey],
+        inline_below: int,
+        *,
+        is_early: bool = False,
     ) -> None:
-        """Allocate memory ahead for the next save of the same tensors."""
+        """Allocate memory ahead for the next save of the same tensors; `is_early` as in `prepare`."""
         for sources in list(self._sources.values()):
-            self.prepare(sources, spare, base, delta_rejected, inline_below)
+            self.prepare(sources, spare, base, delta_rejected, inline_below, is_early=is_early)
 
     def wait_copied(self, spare: Buffers, base: Buffers) -> None:
         """Wait for all copies, then set how much device memory the save may work in."""
-        self._wait()
+        self.wait()
         for device, mode in self._modes.items():
             state = self._state_bytes.get(device, 0)
             most = max(int(MAX_OF_STATE * state), min(2 * state + SMALL_WORK_BYTES, SMALL_BYTES))
@@ -289,7 +298,8 @@ class DeviceStaging:
             work = min(max(left, LEAST_WORK_BYTES), int(AUTO_SHARE * _free_bytes(device)))
             self._engines.on(device).limit(self, HOST_WORK_BYTES if mode == "host" else work)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for all copies and digests."""
         for device, event in self._copying:
             with torch.cuda.device(device):
                 event.synchronize()
@@ -300,7 +310,7 @@ class DeviceStaging:
         """Release spare device memory after a save, committed or not: its content is not needed."""
         self._engines.lift_limits(self)
         with suppress(RuntimeError):  # a device that has failed
-            self._wait()
+            self.wait()
         for key in [key for key, memory in spare.items() if isinstance(memory, torch.Tensor)]:
             del spare[key]
         if self._releases:
@@ -313,12 +323,13 @@ class DeviceStaging:
     def _mode(
         self, sources: Sources, layout: _CopyLayout, spare: Buffers, base: Buffers, *, is_early: bool = False
     ) -> str:
-        """Decide where a device's copies go: at its first save, and when its state grows by over 10 %.
+        """Decide where a device's copies go: at its first save, and when what is copied grows by 10 % or halves.
 
         Before it, "auto" only guesses (`is_early`): what fills the device now may be gone then, or the reverse.
         """
         device, needed = sources.device, int(sources.nbytes[layout.large].sum())
-        if device in self._modes and needed <= 1.1 * self._state_bytes[device]:
+        before = self._state_bytes.get(device, 0)
+        if device in self._modes and before / 2 <= needed <= 1.1 * before:
             return self._modes[device]
         mode = self._asked
         if mode == "auto":
@@ -335,6 +346,8 @@ class DeviceStaging:
                 wanted / 1e9,
                 free / 1e9,
             )
+        if needed < before:
+            self._releases = 2
         self._modes[device], self._state_bytes[device] = mode, needed
         return mode
 
@@ -456,6 +469,11 @@ class DeviceStaging:
             self._tables[device].append((wanted, table))
         count, start = table.shape[1], table.data_ptr()
         kernels.launch("gather", (count,), stream, [start + 8 * count * i for i in range(3)])
+
+
+def _require_no_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidInputError("save was called while a CUDA graph is being captured; call it between replays")
 
 
 def _small_places(lengths: Column) -> tuple[int, Column]:

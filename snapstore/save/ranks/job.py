@@ -281,7 +281,7 @@ class RankJob:
             raise
         with closing(RankWriter(context, lineage, self.ranks, request, inputs, staging)) as data:
             snapshot = self._job.save(request.number, request, data)
-        staging.keep_as_base(inputs, snapshot.id)
+        staging.keep_as_base(inputs, snapshot.id, list(data.manifests.values()))
         self._has_failed, self._holders_are_sure = False, not self._job.is_stale
         lineage.note_saved(snapshot, data.manifests)
         return finish(context, request, snapshot, data.headers, before) if self.leads else snapshot

@@ -36,7 +36,7 @@ import caller
 import torch
 
 import snapstore
-from benchmarks import gpu_cold, gpu_engine, gpu_llama, gpu_sparse
+from benchmarks import gpu_cold, gpu_engine, gpu_frozen, gpu_llama, gpu_sparse
 from benchmarks import gpu_limits as limits
 from benchmarks import gpu_page as page
 from benchmarks import gpu_peers as peers
@@ -647,11 +647,25 @@ def section_sparse(bench: Bench) -> dict[str, Any]:
     return found
 
 
+def section_frozen(bench: Bench) -> dict[str, Any]:
+    """LoRA runs over one frozen base."""
+    bench.release()
+    with bench.scratch() as folder:
+        found = gpu_frozen.figures(folder, bench.device, bench.say, tiny=bench.tiny)
+    how = "first save of the tenth LoRA run over a base of 3.9 GB"
+    bench.figure("lora_stored_x", found["stored_over_own"], how)
+    bench.figure("lora_memory_x", found["memory_over_allowed"], f"{how}, by the driver's count")
+    if bench.device.type == "cuda":
+        how = "later saves: stall - stall without the base - digests of the base"
+        bench.figure("lora_stall_s", found["stall_beyond_digest_s"], how)
+    return found
+
+
 SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "limits": section_limits, "train": section_train, "engine": section_engine, "stall_device": section_stall_device,
     "stall_host": section_stall_host, "restore": section_restore, "memory": section_memory, "steps": section_steps,
     "sizes": section_sizes, "peers": section_peers, "llamas": section_llamas, "cold": section_cold,
-    "first_host": section_first_host, "sparse": section_sparse,
+    "first_host": section_first_host, "sparse": section_sparse, "frozen": section_frozen,
 }  # fmt: skip
 
 

@@ -73,6 +73,10 @@ GOALS: dict[str, Goal] = {
     "second_host_stall_ratio": Goal("second save staged on the host / a raw pinned copy", 1, "x", "<= 1.2", "<=", 1.2),
     "prepared_host_stall_ratio": Goal("first one after prepare() / a raw pinned copy", 1, "x", "<= 1.2", "<=", 1.2),
     "restored_host_stall_ratio": Goal("first one after restore_into / a raw pinned copy", 1, "x", "<= 1.2", "<=", 1.2),
+    "lora_stored_x": Goal("tenth LoRA run on one base, first save: stored / its own tensors", 1, "x",
+                          "<= 1.1", "<=", 1.1),
+    "lora_memory_x": Goal("its device memory / (2.1 x what changes + 0.5 GB)", 1, "x", "<= 1", "<=", 1),
+    "lora_stall_s": Goal("the loop waits longer for a frozen base, beyond its digests", 1e3, "ms", "<= 1", "<=", 0.001),
     "extra_memory_host_GiB": Goal("device memory, staging on the host", 1, "GiB", "<= 1 GiB", "<=", 1),
 }  # fmt: skip
 

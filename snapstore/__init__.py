@@ -116,6 +116,9 @@ if TYPE_CHECKING:
     from .rewrite.compact import CompactResult as CompactResult
     from .rewrite.recode import RecodeResult as RecodeResult
     from .save.background import SaveHandle as SaveHandle
+    from .save.hooks import Ages as Ages
+    from .save.hooks import CommitEvent as CommitEvent
+    from .save.hooks import FailureEvent as FailureEvent
     from .state.fill.fit import FitOptions as FitOptions
     from .state.fill.fit import Mismatches as Mismatches
     from .state.fill.fit import NameOptions as NameOptions
@@ -163,6 +166,7 @@ _NAMES = {
     "rewrite.compact": "CompactResult",
     "rewrite.recode": "RecodeResult",
     "save.background": "SaveHandle",
+    "save.hooks": "Ages CommitEvent FailureEvent",
     "state.fill.fit": "FitOptions Mismatches NameOptions",
     "state.folder": "Unpacked pack_folder unpack_folder",
     "state.walk.per_rank": "PerRank RankValues",

@@ -15,6 +15,7 @@ import msgspec
 from .errors import InvalidInputError
 from .format.keys import NAME
 from .format.records import MAX_FIELD_BYTES, MAX_STEP
+from .retention import as_int
 from .state.tree.encode import encode_plain
 from .state.values.metrics import MetricRead, begin_read
 from .state.walk.stateful import is_stateful
@@ -60,6 +61,14 @@ def check_flags(**flags: object) -> None:
     for name, given in flags.items():
         if not isinstance(given, bool):
             raise InvalidInputError(f"{name} {quoted(given)}: expected True or False, got {type(given).__name__}")
+
+
+def check_interval(steps: object) -> int:
+    """Return `save_interval_steps` as an int of 1 or more, else raise InvalidInputError."""
+    interval = as_int(steps)
+    if interval is None or interval < 1:
+        raise InvalidInputError(f"save_interval_steps {quoted(steps)}: expected an int of 1 or more")
+    return interval
 
 
 def check_step(step: object, order: str = "the step comes before the state") -> int:

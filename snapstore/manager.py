@@ -16,46 +16,40 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, SupportsFloat, get_args
 
 from . import retention
-from .checks import check_choice, check_flags, check_name, check_step
+from .checks import check_choice, check_flags, check_interval, check_name, check_step
 from .distributed.base import Ranks
 from .distributed.choose import check as check_ranks
 from .distributed.choose import choose
 from .distributed.notices import Notice
 from .distributed.preemption import Preemption, SignalHandler
-from .engine.spans import engine_in_use
-from .errors import CapabilityError, IntegrityError, InvalidInputError, SnapstoreError
+from .errors import CapabilityError, InvalidInputError, SnapstoreError
 from .options import SaveOptions
-from .protocol.gc import collect
 from .repository import Repository
 from .save.background import Background, SaveHandle, clear_frames
 from .save.first_state import FirstState
+from .save.hooks import CommitEvent, FailureEvent, Given, Hooks
 from .save.inputs import PartInput, SaveRequest, is_stream
 from .save.pipeline import save
 from .save.ranks.job import RankJob
 from .save.retrying import ReplacedError, Retrying
 from .save.staging import Mode, Staging
 from .save.streaming import inputs_of_stream
+from .save.upkeep import retain
 from .state.walk.flatten import flatten
 from .steps import Steps, Stores
 from .storage.base import ObjectStore
-from .text import log, quoted
+from .text import log
 from .threads import LockSlot
 
 #: After `close(timeout=)` has given a save up, it ends within the first time, unless its store does not answer. A save
 #: that waits for the one before looks in the second time whether the process is to end [s].
 GIVE_UP_S, LOOK_S = 2.0, 0.2
-
-
-@cache
-def _log_engine() -> None:
-    """Log which code the CPU engine runs, once in each process."""
-    log.info("CPU engine: %s", engine_in_use())
 
 
 class SnapshotManager(Steps):
@@ -101,6 +95,11 @@ class SnapshotManager(Steps):
         state: the state that will be saved, if it is on its devices: it is checked, and if its copies will lie in host
             memory, this is pinned in the background now and again at the first step that is not saved, when optimizers
             have state. `restore_into` and `save` off the interval do the same without it.
+        on_commit: a function, or several, called with a `CommitEvent` once a save is durable; of all ranks on rank 0.
+        on_failure: the same, with a `FailureEvent` when a save has ended without a commit, or an attempt of it has
+            failed (`on_error="warn"`). Each save that begins ends in exactly one commit or one failure whose
+            `will_retry` is False. Hooks run in a thread of their own, one event after the other, and never delay a
+            save; `close` waits for them, at most 5 s. Their errors are logged. See guides/monitoring.md.
 
     Do not use it across a fork, or in a signal handler: set a flag in the handler, and save from the loop.
     """
@@ -126,16 +125,16 @@ class SnapshotManager(Steps):
         replicas: Literal["check", "rank0"] = "check",
         options: SaveOptions | None = None,
         state: Any = None,
+        on_commit: Given[CommitEvent] = None,
+        on_failure: Given[FailureEvent] = None,
     ) -> None:
-        run = check_name("run", run)
-        interval = retention.as_int(save_interval_steps)
-        if interval is None or interval < 1:
-            raise InvalidInputError(f"save_interval_steps {quoted(save_interval_steps)}: expected an int of 1 or more")
+        run, interval = check_name("run", run), check_interval(save_interval_steps)
         check_choice("on_busy", on_busy, ("wait", "skip"))
         check_choice("on_error", on_error, ("raise", "warn"))
         check_flags(async_save=async_save, keep_base=keep_base, read_only=read_only, mirror_verify=mirror_verify)
         policies = retention.check(keep)
         mirror_policies = policies if mirror_keep is None else retention.check(mirror_keep)
+        self._hooks = Hooks(run, on_commit, on_failure)
         stores = Stores(repository, mirror, mirror_policies, mirror_verify, options)
         self.save_interval_steps, self._async, self._skip_busy = interval, async_save, on_busy == "skip"
         check_choice("replicas", replicas, ("check", "rank0"))
@@ -155,15 +154,15 @@ class SnapshotManager(Steps):
         shares = self._job.shares() if self._job is not None else None
         self._staging = Staging(self.repository.context.engines, keep_base=keep_base, mode=staging, shares=shares)
         self.repository.context.engines.required |= staging != "auto"
+        self._hooks.begin(self._leads, None if self._mirror is None else self._mirror.newest_created)
         self._background = Background(self.run, self.repository.context.engines)
-        self._retrying = Retrying(self.run, warns=on_error == "warn", leads=self._job is None or self._job.leads)
+        self._retrying = Retrying(self.run, warns=on_error == "warn", leads=self._leads)
         self._pid, self._closed = os.getpid(), False
         self._running: SaveRequest | None = None
         self._preemption: Preemption | None = None
         self._ending: SignalHandler | None = None
         self._retention_error: BaseException | None = None  # it costs only space, so saves go on
         if not read_only:
-            _log_engine()
             self._first_state.use(self._background, self._staging, self.repository.context.engines)
 
     def __repr__(self) -> str:
@@ -232,10 +231,10 @@ class SnapshotManager(Steps):
         )
         slot: LockSlot | None = None
         with nullcontext(0) if self._job is None else self._job.numbered() as number:
-            handle = SaveHandle(skipped=self._leaves_out(step, force=force))
+            handle = SaveHandle(skipped=self._leaves_out(step, force=force), tell=partial(self._hooks.tell, step))
             if not handle.skipped:
                 request = make() if self._job is None else None
-                with self._slot_after_pending(f"{self.run}@{step}") as slot:
+                with self._slot_after_pending(f"{self.run}@{step}") as slot, handle._beginning(slot):
                     if request is not None:
                         self._begin(handle, request, state, slot)
                     else:
@@ -369,7 +368,7 @@ class SnapshotManager(Steps):
             if self._job is not None:
                 self._job.give_up(request.number, error)
             log.info("run=%s step=%d: save %s has replaced this one", self.run, request.step, error)
-            handle._finish(None, None, skipped=True)
+            handle._finish(None, error, skipped=True)
             return
         except BaseException as error:  # noqa: BLE001  raised at the caller's next call, never lost
             del inputs  # else this frame of the error would hold them, gigabytes, until it is raised
@@ -387,30 +386,16 @@ class SnapshotManager(Steps):
         if self._mirror is not None:
             self._mirror.note(snapshot)
         self._warn_of_unapplied()
-        if self.keep and not self._stops_upkeep() and (self._job is None or self._job.leads):
+        if self.keep and not self._stops_upkeep() and self._leads:
             self._retrying.upkeep(self._retain)
         if in_background:
             self._background.take_memory(self._staging.prepare_next)
 
     def _retain(self) -> None:
-        """Forget by the policies, then run gc. A failure costs only space, so it is logged: the next save tries again.
-
-        Damage is raised at the caller's next call.
-        """
+        """Forget by the policies, then run gc; damage is raised at the caller's next call, but not by `save`."""
         here = partial(self.repository.forget, run=self.run) if self._mirror is None else self._mirror.forget_here
-        context = self.repository.context
-        damage: Exception | None = None
-        try:
-            if here(self.keep).forgotten:
-                with context.store.pinned():
-                    collect(context, stops=self._stops_upkeep)
-        except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
-            if isinstance(error, SnapstoreError) and not isinstance(error, IntegrityError):
-                log.warning("run=%s retention ended early, the next save tries again: %s", self.run, error)
-            else:
-                log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self.run, error)
-                damage = error
-        self._retention_error = damage
+        forget = partial(here, self.keep)
+        self._retention_error = retain(self.repository.context, self.run, forget, self._stops_upkeep)
 
     def _stops_upkeep(self) -> bool:
         """Return whether to forget and delete no more: it would delay the last save, or `close(timeout=)`."""
@@ -465,6 +450,7 @@ class SnapshotManager(Steps):
             ended = self._background.join(GIVE_UP_S)
         if self._mirror is not None:
             self._mirror.close(None if end is None else max(0.0, end - time.monotonic()))
+        self._hooks.drain(None if end is None else max(0.0, end - time.monotonic()))
         self._closed = True
         try:
             if self._job is not None:
@@ -552,7 +538,9 @@ class SnapshotManager(Steps):
         while not self._background.join(LOOK_S):
             self._retrying.replace(self._running, f"{self.run}@{step}")
             if (ending := self._ending_at(step)) and self._background.is_busy() and not ending.left_s():
-                log.error("run=%s step=%d is not saved: the save before it still runs, or its gc", self.run, step)
+                text = f"step={step} is not saved: the save before it still runs, or its gc"
+                log.error("run=%s %s", self.run, text)
+                self._hooks.tell(step, None, SnapstoreError(f"run {self.run!r}: {text}"), 1, will_retry=False)
                 self._end()
 
     def _end(self) -> None:

@@ -121,6 +121,7 @@ class Steps:
         alike: str,
     ) -> None:
         self.run, self.keep, self.read_only = run, keep, read_only
+        self._leads = job is None or job.leads
         self._job, self._unapplied = job, ""  # `_unapplied`: a warning of stored policies, if this manager has none
         self._mirror: Mirror | None = None  # rank 0 may have one
         opened = partial(self._opened, stores, parent)
@@ -134,7 +135,7 @@ class Steps:
         """Return the repository, with the policies and the parent of the run."""
         url = stores.url
         repository = url if isinstance(url, Repository) else open_like(url, stores, read_only=self.read_only)
-        if self._job is None or self._job.leads:
+        if self._leads:
             if self.keep and not self.read_only:
                 try:
                     repository.set_policies(self.run, self.keep)

@@ -102,6 +102,7 @@ class Mirror:
         self._failures = Failures()  # of snapshots that could not be copied, though both stores answer
         self._unknown: dict[str, int] = {}  # id -> step: its record here is not known, and it may not be mirrored
         self._named: set[str] = set()  # keys of records that a warning has named
+        self._newest = (-1, 0.0)  # of the newest snapshot that the mirror is known to have: seq, created
         self._is_stored = False  # whether the mirror has the policies
         self._changed = threading.Condition()
         self._is_due, self._ends, self._is_idle, self._is_awaited = True, False, False, False
@@ -257,6 +258,14 @@ class Mirror:
         with self._changed:
             return sorted(self._unknown.values()) + [snapshot.step for snapshot in (*self._unlisted, *self._pending)]
 
+    def newest_created(self) -> float:
+        """Return when the newest snapshot was made that the mirror is known to have; 0: none. Reads nothing [s]."""
+        return self._newest[1]
+
+    def _note_newest(self, there: Snapshot | None) -> None:
+        if there is not None:
+            self._newest = max(self._newest, (there.seq, there.created))
+
     def forget_here(self, keep: Sequence[retention.Policy]) -> ForgetResult:
         """Apply policies to the first store; the oldest snapshots that may not be mirrored yet stay."""
         with self._changed:
@@ -334,6 +343,8 @@ class Mirror:
                     self._note_failure(snapshot, error)
                     continue
                 self._say_left_out(snapshot, error)
+            else:
+                self._note_newest(snapshot)
             self.problem = ""
             with self._changed:
                 self._failures.end(snapshot.id)
@@ -372,6 +383,7 @@ class Mirror:
         with self._changed:
             noted = {snapshot.id: snapshot for snapshot in self._pending}
         there = target.index.refresh()
+        self._note_newest(there.newest(self.run))
         self.next_seq = max(self.next_seq, self._next_of(there))
         with confirmed(self._source):  # an empty folder in its place would have no snapshots
             here = self._source.index.refresh()
@@ -426,6 +438,7 @@ class Mirror:
         """Log which snapshots were saved and not mirrored, if the first store lost them; return what the mirror has."""
         here, there = self._source.index.refresh(), target.index.refresh()
         newest = there.newest(self.run)
+        self._note_newest(newest)
         after = -1 if newest is None else newest.seq
         begun = [s for s in there.snapshots(self.run, (ABORTED,)) if s.reason == COPY_BEGUN and s.seq > after]
         if lost := [str(s.step) for s in begun if here.get(s.id) is None and not here.is_unknown(s.id)]:

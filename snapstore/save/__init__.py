@@ -4,6 +4,7 @@ Read pipeline.py first: it has all steps. The training loop waits for staging.py
 deleted, and the engine decides delta or full, by format/manifests/delta_choice.py.
 
 background.py       the thread of a manager's save, its slot and its handle
+hooks.py            the user's functions that hear of commits and failures, in a thread of their own
 retrying.py         the further attempts of a save whose store is away
 inputs.py           the checked request, each tensor on its way to the store, the parent of the next save
 first_state.py      check a state before its first save, and pin memory for its copies
@@ -17,6 +18,7 @@ known_chunks.py     the chunks that are stored already, and the bases for deltas
 near_children.py    the manifests of a base that a rank reads
 chunk_writer.py     split -> digest -> known? -> delta -> encode -> pack, in batches
 manifest_writer.py  the inputs of a save into durable packs and manifests
+upkeep.py           forget by the policies after a commit, then gc
 pipeline.py         session -> bases -> packs -> manifests -> record -> index
 ranks/              the save of all ranks of a job
 """

@@ -12,9 +12,10 @@ import threading
 import time
 import traceback
 from _thread import LockType
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from ..engine.registry import Engines
 from ..errors import InvalidInputError, SnapstoreError
@@ -234,6 +235,14 @@ def _as_raised_by(begins: str, ref: str, error: BaseException) -> BaseException:
     return told
 
 
+class Tell(Protocol):
+    """What hears how a save or an attempt has ended: `Hooks.tell` with the step of the save."""
+
+    def __call__(  # noqa: D102
+        self, snapshot: Snapshot | None, error: BaseException | None, attempt: int, *, will_retry: bool
+    ) -> None: ...
+
+
 class SaveHandle:
     """A save that runs or has ended.
 
@@ -242,8 +251,8 @@ class SaveHandle:
             running, or a newer save has replaced this one while its store was away (`on_error="warn"`).
     """
 
-    def __init__(self, *, skipped: bool = False) -> None:
-        self.skipped = skipped
+    def __init__(self, *, skipped: bool = False, tell: Tell | None = None) -> None:
+        self.skipped, self._tell, self._attempt = skipped, tell, 1
         self._finished = threading.Event()
         self._returned = threading.Event()  # whether a synchronous `save` returns: finished, or tried again
         self._is_retried = False  # whether an attempt has failed, and others follow in the background
@@ -297,10 +306,23 @@ class SaveHandle:
         return self._snapshot
 
     def _finish(self, snapshot: Snapshot | None, error: BaseException | None, *, skipped: bool = False) -> None:
-        self._snapshot, self._error = snapshot, error
+        """End the save. Every save calls this once; of one that is replaced, the error is its ReplacedError."""
+        self._snapshot, self._error = snapshot, None if skipped else error
         self.skipped = self.skipped or skipped
         self._finished.set()
         self._returned.set()
+        if self._tell is not None:
+            self._tell(snapshot, error, self._attempt, will_retry=False)
+
+    @contextmanager
+    def _beginning(self, slot: LockSlot) -> Iterator[None]:
+        """End the save if the block raises before the save runs."""
+        try:
+            yield
+        except BaseException as error:
+            if not slot.handed_over and not self.done():
+                self._finish(None, error)
+            raise
 
     def _await_return(self) -> None:
         """Wait until the save has finished, or is tried again; raise its error unless the manager's next call does."""
@@ -308,7 +330,10 @@ class SaveHandle:
         if self.done() and not self._is_noted:
             self.result()
 
-    def _go_on(self) -> None:
-        """Note that the save is tried again in the background."""
+    def _go_on(self, error: Exception) -> None:
+        """Note that an attempt has failed, and the save is tried again in the background."""
         self._is_retried = True
         self._returned.set()
+        if self._tell is not None:
+            self._tell(None, error, self._attempt, will_retry=True)
+        self._attempt += 1

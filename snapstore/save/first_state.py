@@ -12,15 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ..engine.registry import Engines
+from ..engine.spans import engine_in_use
 from ..errors import SnapstoreError
 from ..state.walk.flatten import Part, require_stored_forms
+from ..text import log
 from .background import Background
 from .inputs import is_stream
 from .staging import Staging
+
+
+@cache
+def _log_engine() -> None:
+    """Log which code the CPU engine runs, once in each process."""
+    log.info("CPU engine: %s", engine_in_use())
 
 
 class FirstState:
@@ -45,6 +53,7 @@ class FirstState:
 
     def use(self, background: Background, staging: Staging, engines: Engines) -> None:
         """Begin to load kernels; prepare for the expected state now, and for others from now on."""
+        _log_engine()
         self._memory = background, staging, engines
         engines.start_loading()
         parts, self._parts = self._parts, ()

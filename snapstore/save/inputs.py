@@ -61,7 +61,7 @@ class SaveRequest:
         is_last: whether no attempt follows the one that runs.
         decide: returns whether another attempt follows the one that has failed with an error. It is asked once.
         watch: `require_wanted`, always the same object.
-        on_retry: called after each failed attempt that another one follows.
+        on_retry: called with the error of each failed attempt that another one follows.
         number: of this save among those of the job's ranks.
         last: id of this process's last save of the run, if it has not restored the run since.
         first_seq: the lowest sequence number to take.
@@ -94,7 +94,7 @@ class SaveRequest:
     attempted: float = field(default_factory=time.monotonic)
     is_last: bool = True
     decide: Callable[[BaseException], bool] = lambda error: False
-    on_retry: Callable[[], object] = lambda: None
+    on_retry: Callable[[Exception], object] = lambda error: None
     number: int = 0
     last: str | None = None
     first_seq: int = 0

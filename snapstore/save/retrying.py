@@ -105,7 +105,7 @@ class Retrying:
                     say = self._note_failure(request, error)
                 say()
                 clear_frames(error, outer)
-                request.on_retry()
+                request.on_retry(error)
                 self._wait(request, error, look)
             else:
                 self._note_durable(request)

@@ -30,8 +30,9 @@ import torch
 
 import snapstore
 from snapstore import (
-    AlreadyExistsError, CapabilityError, CheckResult, CompactResult, Config, ConflictError, CopyResult, DiffResult,
-    DivergenceResult, FitOptions, ForgetResult,
+    Ages, AlreadyExistsError, CapabilityError, CheckResult, CommitEvent, CompactResult, Config,
+    ConflictError, CopyResult, DiffResult,
+    DivergenceResult, FailureEvent, FitOptions, ForgetResult,
     FormatError, GcResult, GroupStats, IntegrityError, InvalidInputError, KeepBest, KeepDaily, KeepEvery, KeepHourly,
     KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, LazyTensors, ManifestRef, NotFoundError,
     Mismatches, NameOptions,
@@ -75,6 +76,24 @@ def training(path: Path, state: dict[str, Any]) -> None:
         snapshots.wait_until_finished()
         snapshots.check_for_errors()
         snapshots.close()
+
+
+def hooks(path: Path) -> None:
+    def both(event: CommitEvent | FailureEvent) -> None:
+        assert_type(event.run, str)
+        assert_type(event.step, int)
+        assert_type(event.ages, Ages)
+        assert_type(event.ages.commit_s, float)
+        assert_type(event.ages.mirror_s, float | None)
+        if isinstance(event, FailureEvent):
+            assert_type(event.error, BaseException)
+            assert_type(event.attempt, int)
+            assert_type(event.will_retry, bool)
+        else:
+            assert_type(event.snapshot, Snapshot)
+
+    SnapshotManager(path, run="a", on_commit=both, on_failure=[both]).close()
+    SnapshotManager(path, run="a", on_commit=lambda event: print(event.snapshot), on_failure=None).close()
 
 
 def repositories(state: dict[str, Any]) -> None:
@@ -248,6 +267,7 @@ def uses(snapshots: SnapshotManager, repository: Repository, snapshot: Snapshot)
     SnapshotManager("/data/snaps", run="a", on_busy="drop")  # error: arg-type
     SnapshotManager("/data/snaps", run="a", keep=["last 3"])  # error: list-item
     SnapshotManager("/data/snaps", run="a", interval=10)  # error: call-arg
+    SnapshotManager("/data/snaps", run="a", on_commit=print, on_failure="log")  # error: arg-type
     snapshots.save(1)  # error: call-arg
     snapshots.save("1", {})  # error: arg-type
     snapshots.save(1, {}, {"loss": 0.5})  # error: call-arg

@@ -151,7 +151,7 @@ class RankAttempts:
             outcome, is_first = self._decided(number, request), True
             while outcome is not None and outcome.again:
                 self.attempt, is_first = (number, self.attempt_of(number) + 1), False
-                request.on_retry()
+                request.on_retry(error)
                 outcome = self._decided(number, request, also="go")
         except RanksError:
             raise error from None  # rank 0 is gone, or this rank gives the save up

@@ -540,7 +540,7 @@ class SnapshotManager(Steps):
             if (ending := self._ending_at(step)) and self._background.is_busy() and not ending.left_s():
                 text = f"step={step} is not saved: the save before it still runs, or its gc"
                 log.error("run=%s %s", self.run, text)
-                self._hooks.tell(step, None, SnapstoreError(f"run {self.run!r}: {text}"), 1, will_retry=False)
+                self._hooks.tell(step, None, SnapstoreError(f"run {self.run!r}: {text}"), 1, False)
                 self._end()
 
     def _end(self) -> None:

@@ -13,6 +13,7 @@ torchtitan.py          a checkpoint manager that replaces torchtitan's own
 deepspeed.py           DeepSpeed: a CheckpointEngine
 megatron.py            Megatron-core and NeMo: strategies of `dist_checkpointing`
 fsspec.py              snapshots as read-only files
+monitoring.py          hooks for TensorBoard, Weights & Biases, MLflow and Prometheus
 references.py          small files that stand where a trainer expects a checkpoint
 stored_optimizers.py   the checks of `restore_into` around a trainer's own `load_state_dict`
 """

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -32,6 +32,7 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import Policy
 from ..save.background import SaveHandle
+from ..save.hooks import HookOptions
 from ..text import quoted
 from . import references
 
@@ -62,6 +63,7 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
             `latest` before the commit, so this engine writes it after that.
         types: classes of values in `client_state` that a load creates again.
         options: how saves are stored, if the repository is opened here.
+        hooks: `on_commit` and `on_failure`, as `SnapshotManager` has them.
 
     Attributes:
         manager: the manager of the saves; None before the first save.
@@ -76,12 +78,14 @@ class SnapstoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deep
         async_save: bool = False,
         types: Sequence[type] = (),
         options: SaveOptions | None = None,
+        **hooks: Unpack[HookOptions],
     ) -> None:
         super().__init__()
         self.name = "SnapstoreCheckpointEngine"
         self.manager: SnapshotManager | None = None
         self._where, self._async = repository, async_save
-        self._make = partial(SnapshotManager, repository, run=run, keep=keep, async_save=async_save, options=options)
+        made = partial(SnapshotManager, repository, run=run, keep=keep, async_save=async_save, options=options)
+        self._make = partial(made, **hooks)
         self._types = (*_TYPES, *types)
         self._files: dict[str, Any] = {}
         self._info: Any = None

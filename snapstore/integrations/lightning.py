@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from ..errors import CapabilityError, InvalidInputError, NotFoundError, SnapstoreError
 from ..manager import SnapshotManager
@@ -26,6 +26,7 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepBest
 from ..save.background import SaveHandle
+from ..save.hooks import HookOptions
 from ..state.walk.per_rank import PerRank
 from ..state.walk.rng import RngState
 from ..state.walk.stateful import OptimizerState
@@ -76,6 +77,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
             commit. A save to a path without a file always waits for the commit: Lightning would use the name again.
         types: classes of values in a checkpoint, such as hyperparameters, that a load creates again.
         options: how saves are stored, if the repository is opened here.
+        hooks: `on_commit` and `on_failure`, as `SnapshotManager` has them.
 
     FSDP and ModelParallel strategies with sharded checkpoints do not use a CheckpointIO: use `SnapshotCallback`.
     """
@@ -88,10 +90,12 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
         async_save: bool = True,
         types: Sequence[type] = (),
         options: SaveOptions | None = None,
+        **hooks: Unpack[HookOptions],
     ) -> None:
         super().__init__()
         self.run = run
         self._where, self._options, self._types, self._async = repository, options, types, async_save
+        self._hooks = hooks
         self._manager: SnapshotManager | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._pending: dict[Future[None], str | None] = {}  # work -> the path of the file that it replaces
@@ -175,7 +179,7 @@ class SnapstoreCheckpointIO(_CheckpointIO):  # type: ignore[misc]  # a class of 
     def _opened(self) -> SnapshotManager:
         if self._manager is None:
             self._manager = SnapshotManager(
-                self._where, run=self.run, ranks=False, async_save=self._async, options=self._options
+                self._where, run=self.run, ranks=False, async_save=self._async, options=self._options, **self._hooks
             )
         return self._manager
 

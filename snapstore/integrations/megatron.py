@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
@@ -36,6 +36,7 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import Policy
 from ..save.background import SaveHandle
+from ..save.hooks import HookOptions
 from . import references
 
 with needs("megatron-core", 'pip install "snapstore[megatron]"'):
@@ -65,6 +66,7 @@ class SnapstoreSaveStrategy(strategies.TorchDistSaveShardedStrategy):  # type: i
         run: the name of the run.
         keep: see `SnapshotManager`. The folders of forgotten snapshots stay, and loading one is an error that says so.
         options: how saves are stored, if the repository is opened here.
+        hooks: `on_commit` and `on_failure`, as `SnapshotManager` has them.
 
     Attributes:
         manager: the manager of the saves; None before the first save.
@@ -77,10 +79,11 @@ class SnapstoreSaveStrategy(strategies.TorchDistSaveShardedStrategy):  # type: i
         run: str,
         keep: Policy | Sequence[Policy] = (),
         options: SaveOptions | None = None,
+        **hooks: Unpack[HookOptions],
     ) -> None:
         super().__init__("torch_dist", 1)
         self.manager: SnapshotManager | None = None
-        self._make = partial(SnapshotManager, repository, run=run, keep=keep, options=options)
+        self._make = partial(SnapshotManager, repository, run=run, keep=keep, options=options, **hooks)
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> Any:
         """Copy the state of this rank, and begin the save; every rank calls it.

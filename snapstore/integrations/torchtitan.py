@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -29,6 +29,7 @@ from ..options import SaveOptions
 from ..repository import Repository
 from ..retention import KeepLast, Policy
 from ..save.background import SaveHandle
+from ..save.hooks import HookOptions
 from ..text import log, quoted
 from ..threads import imported
 
@@ -43,6 +44,7 @@ def use_by_default(
     run: str,
     keep: Policy | Sequence[Policy] | None = None,
     options: SaveOptions | None = None,
+    **hooks: Unpack[HookOptions],
 ) -> None:
     """Let torchtitan's Trainer make a SnapstoreCheckpointManager where it would make its own `CheckpointManager`.
 
@@ -50,12 +52,12 @@ def use_by_default(
     manager that it names.
 
     Args:
-        repository, run, keep, options: see `checkpoint_manager`.
+        repository, run, keep, options, hooks: see `checkpoint_manager`.
 
     Raises:
         CapabilityError: torchtitan is not installed, or this release makes its manager in another way.
     """
-    make = checkpoint_manager(repository, run=run, keep=keep, options=options)
+    make = checkpoint_manager(repository, run=run, keep=keep, options=options, **hooks)
     with needs("torchtitan", 'pip install "snapstore[torchtitan]"'):
         import torchtitan.train as train
     if hasattr(train, "CheckpointManager"):  # 0.2
@@ -77,6 +79,7 @@ def checkpoint_manager(
     run: str,
     keep: Policy | Sequence[Policy] | None = None,
     options: SaveOptions | None = None,
+    **hooks: Unpack[HookOptions],
 ) -> Callable[..., SnapstoreCheckpointManager]:
     """Return a function that makes a manager from the arguments that a Trainer passes to its CheckpointManager.
 
@@ -85,8 +88,9 @@ def checkpoint_manager(
         run: the name of the run.
         keep: see `SnapshotManager`; None: keep the newest `keep_latest_k` of the config; if that is 0, keep all.
         options: how saves are stored, if the repository is opened here.
+        hooks: `on_commit` and `on_failure`, as `SnapshotManager` has them.
     """
-    return partial(SnapstoreCheckpointManager, repository, run, keep, options)
+    return partial(SnapstoreCheckpointManager, repository, run, keep, options, hooks)
 
 
 class SnapstoreCheckpointManager:
@@ -113,6 +117,7 @@ class SnapstoreCheckpointManager:
         run: str,
         keep: Policy | Sequence[Policy] | None,
         options: SaveOptions | None,
+        hooks: HookOptions,
         **components: Any,
     ) -> None:
         is_older = "checkpoint_config" in components  # 0.2
@@ -142,7 +147,7 @@ class SnapstoreCheckpointManager:
             keep = [KeepLast(config.keep_latest_k)] if config.keep_latest_k else ()
         is_async = str(getattr(config.async_mode, "value", config.async_mode)).lower() != "disabled"
         self.manager = SnapshotManager(
-            repository, run=run, keep=keep, async_save=is_async, read_only=self.load_only, options=options
+            repository, run=run, keep=keep, async_save=is_async, read_only=self.load_only, options=options, **hooks
         )
 
     # -- what a Trainer calls

@@ -15,7 +15,7 @@ from _thread import LockType
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from ..engine.registry import Engines
 from ..errors import InvalidInputError, SnapstoreError
@@ -23,6 +23,8 @@ from ..format.records import Snapshot
 from ..text import log
 from ..threads import LockSlot, in_pool, no_threads
 
+#: Hears how a save or an attempt has ended: `Hooks.tell` with the step of the save.
+Tell = Callable[[Snapshot | None, BaseException | None, int, bool], object]
 #: The thread of a save first sleeps so long, so that its caller goes on at once; else Python lets it wait for 5 ms [s].
 YIELD_S = 0.001
 
@@ -235,14 +237,6 @@ def _as_raised_by(begins: str, ref: str, error: BaseException) -> BaseException:
     return told
 
 
-class Tell(Protocol):
-    """What hears how a save or an attempt has ended: `Hooks.tell` with the step of the save."""
-
-    def __call__(  # noqa: D102
-        self, snapshot: Snapshot | None, error: BaseException | None, attempt: int, *, will_retry: bool
-    ) -> None: ...
-
-
 class SaveHandle:
     """A save that runs or has ended.
 
@@ -251,7 +245,7 @@ class SaveHandle:
             running, or a newer save has replaced this one while its store was away (`on_error="warn"`).
     """
 
-    def __init__(self, *, skipped: bool = False, tell: Tell | None = None) -> None:
+    def __init__(self, *, skipped: bool = False, tell: Tell = lambda *_: None) -> None:
         self.skipped, self._tell, self._attempt = skipped, tell, 1
         self._finished = threading.Event()
         self._returned = threading.Event()  # whether a synchronous `save` returns: finished, or tried again
@@ -311,8 +305,7 @@ class SaveHandle:
         self.skipped = self.skipped or skipped
         self._finished.set()
         self._returned.set()
-        if self._tell is not None:
-            self._tell(snapshot, error, self._attempt, will_retry=False)
+        self._tell(snapshot, error, self._attempt, False)
 
     @contextmanager
     def _beginning(self, slot: LockSlot) -> Iterator[None]:
@@ -334,6 +327,5 @@ class SaveHandle:
         """Note that an attempt has failed, and the save is tried again in the background."""
         self._is_retried = True
         self._returned.set()
-        if self._tell is not None:
-            self._tell(None, error, self._attempt, will_retry=True)
+        self._tell(None, error, self._attempt, True)
         self._attempt += 1

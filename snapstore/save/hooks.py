@@ -155,13 +155,14 @@ class Hooks:
             self._on_commit = ()
 
     def tell(
-        self, step: int, snapshot: Snapshot | None, error: BaseException | None, attempt: int, *, will_retry: bool
+        self, step: int, snapshot: Snapshot | None, error: BaseException | None, attempt: int, will_retry: bool
     ) -> None:
-        """Tell the hooks how a save or an attempt has ended; do not wait for them. A skipped save has neither.
+        """Tell the hooks how a save or an attempt has ended; do not wait for them.
 
         Args:
             snapshot: that was committed.
-            error: why nothing was committed.
+            error: why nothing was committed; a skipped save has neither.
+            attempt, will_retry: see `FailureEvent`.
         """
         if snapshot is not None:
             self._ages._committed = time.monotonic()

@@ -97,6 +97,7 @@ def test_a_line_of_an_error_works(place, line):
 def test_all_lines_are_found():
     assert {line for _, line in lines_of_code()} == {
         '"snapstore[safetensors]"', '"snapstore[torchtitan]"', '"snapstore[transformers]"', '"snapstore[accelerate]"',
+        '"snapstore[tensorboard]"', '"snapstore[wandb]"', '"snapstore[mlflow]"', '"snapstore[prometheus]"',
         "'snapstore[s3]'", "'snapstore[lightning]'", "pandas",
         '"snapstore[deepspeed]"', '"snapstore[megatron]"', '"snapstore[orbax]"',
         "'snapstore[cuda12]'", "'snapstore[cuda13]'", "'cupy-cuda12x[ctk]>=14'", "'cupy-cuda13x[ctk]>=14'",

@@ -120,7 +120,8 @@ class _Call(Generic[E]):
             try:
                 hook(self.event)
             except BaseException as error:  # noqa: BLE001  a hook ends neither the save nor the other hooks
-                log.warning("run=%s hook %s has failed: %s: %s", run, quoted(hook), type(error).__name__, error)
+                name = type(error).__name__
+                log.warning("run=%s hook %s has failed: %s: %s", run, quoted(hook), name, error, exc_info=error)
 
 
 class Hooks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import signal
+import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from kit.faults import FAILURES, Crash, FaultStore, one_thread
 from kit.local_ranks import LocalRanks
 from kit.mirrored import manager as mirrored_manager
-from kit.ranks import together
+from kit.ranks import Managers, together
 from kit.repositories import OPTIONS, created, opened
 from kit.waits import until
 from snapstore import (
@@ -110,6 +111,25 @@ def test_no_hook_runs_in_the_thread_of_the_loop_or_of_a_save(store, async_save):
     assert events.ends() == [(0, True), (1, False), (2, False)]
     assert events.threads == {"snapstore-hooks-a"}
     assert threading.current_thread().name != "snapstore-hooks-a"
+
+
+def test_a_save_in_the_background_enters_no_code_of_the_hooks_in_the_loop(store):
+    entered = []
+
+    def note(frame, event, arg):
+        if event == "call":
+            entered.append(frame.f_code.co_filename)
+
+    with manager(store, Events()) as snapshots:
+        snapshots.save(0, state(0)).result()
+        sys.setprofile(note)
+        try:
+            handle = snapshots.save(1, state(1))
+        finally:
+            sys.setprofile(None)
+        handle.result()
+    assert any(path.endswith("snapstore/manager.py") for path in entered)
+    assert not any(path == hooks.__file__ for path in entered)
 
 
 def test_a_hanging_hook_delays_no_save_and_close_only_for_a_while(store, monkeypatch, caplog):
@@ -316,6 +336,29 @@ def test_of_several_ranks_the_first_hears_of_commits_and_each_of_failures():
     assert together([partial(rank, 0), partial(rank, 1)]) == [None, None]
     assert events[0].ends() == [(0, True), (1, False), (2, True)]
     assert events[1].ends() == [(1, False)]
+
+
+def test_ranks_hear_of_the_same_attempts(store):
+    events = [Events(), Events()]
+    managers = Managers(
+        store,
+        2,
+        on_error="warn",
+        of_rank=lambda rank: {"on_commit": events[rank], "on_failure": events[rank]},
+    )
+    managers.each(lambda m, _: m.save(0, {"w": torch.ones(50)}).result(60))
+    store.at, store.mode = len(store.log), "outage"
+    handles = managers.each(lambda m, _: m.save(1, {"w": torch.zeros(50)}))
+    until(lambda: all(len(found) >= 2 for found in events), 60)
+    store.heal()
+    for handle in handles:
+        until(handle.done, 60)
+    managers.end()
+    assert events[0].ends() == [(0, True), (1, True)]
+    assert events[1].ends() == []
+    attempts = [[event.attempt for event in found if isinstance(event, FailureEvent)] for found in events]
+    assert attempts[0] == attempts[1] == list(range(1, len(attempts[0]) + 1))
+    assert all(event.will_retry for event in events[1])
 
 
 def test_ages_are_those_of_now(store):

@@ -536,6 +536,14 @@ def test_the_same_checkpoints_as_with_files_of_lightning(adapter, tmp_path, opti
     assert kept["async"] == kept["files"]
 
 
+def test_hooks_hear_of_the_checkpoints(adapter, tmp_path):
+    told = []
+    io = adapter.SnapstoreCheckpointIO(tmp_path / "repo", run="r", on_commit=told.append)
+    io.save_checkpoint(checkpoint(1), tmp_path / "last.ckpt")
+    io.teardown()
+    assert [event.step for event in told] == [1]
+
+
 @pytest.mark.parametrize("async_save", [True, False])
 def test_removed_and_replaced_files_forget_their_snapshots(adapter, tmp_path, async_save):
     io = adapter.SnapstoreCheckpointIO(tmp_path / "repo", run="r", async_save=async_save)

@@ -80,13 +80,13 @@ class Counter:
         self.at = state["at"]
 
 
-def make(place, run="r", repository=None, release=2, **config):
+def make(place, run="r", repository=None, release=2, hooks=None, **config):
     """Make a manager over a model of one layer, by the interface of torchtitan 0.<release> but without torchtitan."""
     known = {"load_only": False, "interval": 2, "enable_first_step_checkpoint": True, "exclude_from_loading": []}
     known |= {"initial_load_path": None, "initial_load_model_only": True, "initial_load_in_hf": False}
     known |= {"last_save_in_hf": False, "export_dtype": "float32"}
     model, counter = torch.nn.Linear(3, 2), Counter()
-    manager = checkpoint_manager(repository or place / "repo", run=run)(
+    manager = checkpoint_manager(repository or place / "repo", run=run, **hooks or {})(
         dataloader=Counter(),
         model_parts=[model],
         optimizers=Counter(),
@@ -95,6 +95,14 @@ def make(place, run="r", repository=None, release=2, **config):
         **{"checkpoint_config" if release == 2 else "config": SimpleNamespace(**CONFIG | known | config)},
     )
     return manager, model, counter
+
+
+def test_hooks_hear_of_the_saves(tmp_path):
+    told = []
+    manager, _, _ = make(tmp_path, hooks={"on_commit": told.append})
+    assert manager.save(2) is True
+    manager.close()
+    assert [event.step for event in told] == [2]
 
 
 def test_the_config_decides(tmp_path):

@@ -99,7 +99,8 @@ class SnapshotManager(Steps):
         on_failure: the same, with a `FailureEvent` when a save has ended without a commit, or an attempt of it has
             failed (`on_error="warn"`). Each save that begins ends in exactly one commit or one failure whose
             `will_retry` is False. Hooks run in a thread of their own, one event after the other, and never delay a
-            save; `close` waits for them, at most 5 s. Their errors are logged. See guides/monitoring.md.
+            save; `close` and the interpreter's exit wait for them, at most 5 s. Their errors are logged. See
+            guides/monitoring.md.
 
     Do not use it across a fork, or in a signal handler: set a flag in the handler, and save from the loop.
     """

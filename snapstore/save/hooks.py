@@ -6,6 +6,7 @@ hook but `Hooks.drain`, which has a bound. The thread is a daemon; it ends when 
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypedDict, TypeVar
+from weakref import WeakSet
 
 from ..errors import InvalidInputError, SnapstoreError
 from ..format.records import Snapshot
@@ -22,7 +24,7 @@ from .retrying import ReplacedError
 E = TypeVar("E")
 #: So many events wait for a hook; more are dropped.
 MAX_EVENTS = 100
-#: `close` waits so long for the hooks [s].
+#: `close`, or the exit of the interpreter, waits so long for the hooks [s].
 DRAIN_S = 5.0
 
 
@@ -143,6 +145,7 @@ class Hooks:
         self._calls: deque[_Call[Any]] = deque()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
+        _all.add(self)
 
     def begin(self, leads: bool, mirrored: Callable[[], float] | None) -> None:
         """Begin, before the first save.
@@ -219,6 +222,17 @@ class Hooks:
             log.warning("run=%s a hook has not returned %.3g s after the last save", self._run, limit_s)
         if self.dropped:
             log.warning("run=%s %d events were dropped: no hook got them", self._run, self.dropped)
+
+
+#: The hooks of all managers.
+_all: WeakSet[Hooks] = WeakSet()
+
+
+@atexit.register
+def _drain_all() -> None:
+    """Wait at the interpreter's exit, which waits for saves, but not for daemons."""
+    for hooks in list(_all):
+        hooks.drain(None)
 
 
 def _checked(what: str, given: Given[E]) -> Sequence[Callable[[E], object]]:

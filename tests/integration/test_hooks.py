@@ -17,6 +17,7 @@ import torch
 from kit.faults import FAILURES, Crash, FaultStore, one_thread
 from kit.local_ranks import LocalRanks
 from kit.mirrored import manager as mirrored_manager
+from kit.processes import run_python
 from kit.ranks import Managers, together
 from kit.repositories import OPTIONS, created, opened
 from kit.waits import until
@@ -390,6 +391,22 @@ def test_ages_are_those_of_now(store):
 def test_a_hook_that_cannot_be_called_is_refused(store, hook):
     with pytest.raises(InvalidInputError, match=r"on_failure .*: expected a function of one event, or a list of them"):
         manager(store, None, on_failure=hook)
+
+
+def test_the_exit_of_the_interpreter_waits_for_the_hooks_of_the_last_save(tmp_path):
+    """The program does not close its manager."""
+    script = f"""if True:
+        import time, torch
+        from snapstore import SnapshotManager
+        def told(event):
+            time.sleep(0.05)
+            print(event.step, flush=True)
+        manager = SnapshotManager({str(tmp_path / "r")!r}, run="a", on_commit=told)
+        manager.save(3, {{"w": torch.ones(500000)}})
+        print("end", flush=True)
+    """
+    done = run_python("-c", script)
+    assert (done.returncode, done.stdout.split()) == (0, ["end", "3"]), done.stderr
 
 
 def test_no_thread_for_hooks_ends_no_save(store, monkeypatch, caplog):

@@ -16,6 +16,7 @@ replicas.py         digests of the copies that several ranks hold
 unchanged.py        tensors of a device that need no copy, because a base has their chunks
 known_chunks.py     the chunks that are stored already, and the bases for deltas
 near_children.py    the manifests of a base that a rank reads
+chunk_columns.py    where each chunk lies in its tensor, and where it is stored
 chunk_writer.py     split -> digest -> known? -> delta -> encode -> pack, in batches
 manifest_writer.py  the inputs of a save into durable packs and manifests
 upkeep.py           forget by the policies after a commit, then gc

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -29,15 +28,14 @@ from ..engine.batches import Chunks, EncodeBatch, Examination, Examined, MadeBlo
 from ..errors import DAMAGE, CapabilityError, InvalidInputError, StorageError
 from ..format.blobs import blob, planes
 from ..format.blobs.pack import Encoded
-from ..format.manifests.boxes import cut, strip_start
 from ..state.values.arrays import Memory
 from ..state.values.held_array import changed
-from ..state.values.tensors import TensorSpec
 from ..storage import progress
 from ..text import log
 from ..threads import Gate
+from .chunk_columns import ChunkRange, Rows, places_in
 from .inputs import TensorInput
-from .known_chunks import AnySession, Bases, BoxPlace, place_of
+from .known_chunks import AnySession, Bases
 from .unchanged import UnchangedGoneError
 
 #: `verify_writes="sample"` decodes one new blob in VERIFY_ONE_IN; each generation chooses other blobs. After the first
@@ -53,57 +51,13 @@ class BaseDamagedError(Exception):
     """A base cannot be read back: the save starts again without bases (never leaves snapstore)."""
 
 
-class _ChunkRange(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Consecutive chunks of one tensor, or of one box of it."""
-
-    tensor: TensorInput
-    first_row: int  # the row of the first chunk
-    data: Memory
-    base: Memory | None  # its bytes in the first base, if they are cached where the engine works
-    starts: Column  # (n,) where each chunk begins in the data [bytes]
-    lengths: Column  # (n,) [bytes]
-    candidates: Column  # (n,) row of the chunk at its place in a base, or -1
-    numbers: Column  # (n,) a number for each chunk, by which chunks take turns to be stored full
-
-    def part(self, rows: slice) -> _ChunkRange:
-        """Return some of the chunks."""
-        columns = (self.starts, self.lengths, self.candidates, self.numbers)
-        first_row = self.first_row + rows.start
-        return _ChunkRange(self.tensor, first_row, self.data, self.base, *(column[rows] for column in columns))
-
-
-@dataclass(slots=True)
-class Rows:
-    """Columns over chunks of this save."""
-
-    numbers: Column  # (n,) the row of each
-    digests: Bytes  # (n, 16)
-    lengths: Column  # (n,)
-    sources: Column  # (n,) the row whose blob this chunk has: the first one of equal chunks
-    base_rows: Column  # (n,) the row among the bases of the chunk itself, or of the base of its delta; -1: neither
-    blobs: Column  # (n, 4) kind, pack, offset and length of its own blob; -1: none
-
-    @staticmethod
-    def concatenate(rows: Sequence[Rows]) -> Rows:
-        """Return all rows as one, in order."""
-        nothing = np.empty(0, np.int64)
-        rows = [
-            Rows(nothing, np.empty((0, 16), np.uint8), nothing, nothing, nothing, np.empty((0, 4), np.int64)),
-            *rows,
-        ]
-        columns = zip(*((r.numbers, r.digests, r.lengths, r.sources, r.base_rows, r.blobs) for r in rows), strict=True)
-        numbers, *others = map(np.concatenate, columns)
-        order = np.argsort(numbers)
-        return Rows(numbers[order], *(column[order] for column in others))
-
-
 @dataclass(frozen=True, slots=True)
 class _ExaminedBatch:
     """A batch that is being examined."""
 
     engine: Engine
     part: tuple[int, str]  # rank and name
-    runs: Sequence[_ChunkRange]
+    runs: Sequence[ChunkRange]
     numbers: Column  # (n,) the row of each chunk
     which: Column  # (n,) the run of each chunk
     candidates: Column  # (n,) the row of each chunk's candidate base, or -1
@@ -123,35 +77,7 @@ class _EncodingBatch:
     wait: Callable[[], Sequence[Encoded]]
 
 
-@lru_cache(maxsize=1 << 15)  # each save cuts the same tensors
-def _cuts_of(
-    spec: TensorSpec, whole: tuple[int, ...], offsets: tuple[int, ...] | None, number: int, chunk_bytes: int
-) -> tuple[BoxPlace, Column, Column, Column, Column]:
-    """Cut a tensor, or a box of one, into chunks; those of a box end where the chunks of its strip end.
-
-    Args:
-        spec: of the tensor or the box.
-        whole, offsets: the shape of the tensor, and where the box lies in it; None: it is the whole tensor.
-        number: of the tensor within its part.
-
-    Returns:
-        Its place; and of each chunk (n,): where it begins in the box and in its strip, and its length [bytes], and its
-        number (see `_ChunkRange`). They are read-only.
-    """
-    if offsets is None:
-        start, place = 0, place_of(spec.path, spec.dtype, spec.shape)
-    else:
-        start = strip_start(offsets, spec.shape, spec.itemsize)
-        place = place_of(spec.path, spec.dtype, whole, offsets, spec.shape)
-    lengths = cut(start, spec.nbytes, chunk_bytes)
-    starts = np.cumsum(lengths) - lengths
-    columns = starts, lengths, start + starts, np.arange(len(starts)) + (number + start // chunk_bytes)
-    for column in columns:
-        column.setflags(write=False)
-    return place, *columns
-
-
-def _waited(wait: Callable[[], R], runs: Sequence[_ChunkRange]) -> R:
+def _waited(wait: Callable[[], R], runs: Sequence[ChunkRange]) -> R:
     """Wait for a batch; if an engine finds memory gone, name the tensor that was changed."""
     try:
         return wait()
@@ -184,7 +110,7 @@ class ChunkWriter:
         self.packs.hasten(context.engines.cpu.puts)
         self.rows = self.new_chunks = 0
         self.done: list[Rows] = []
-        self._runs: list[_ChunkRange] = []  # the batch that is being filled
+        self._runs: list[ChunkRange] = []  # the batch that is being filled
         self._size_bytes = self._count = 0
         self._stores_raw = context.engines.stores_raw(context.store)
         self._engine: Engine = context.engines.cpu
@@ -280,7 +206,7 @@ class ChunkWriter:
         with suppress(InvalidInputError, RuntimeError):  # another form, or a storage that is gone: it has changed
             data = tensor.array.memory(self._engines.memory_of)
             engine = self._engines.of(data)
-            _, starts, lengths, _, _ = self._places_of(tensor, 0)
+            _, starts, lengths, _, _ = places_in(tensor, 0, self._chunk_bytes)
             whole = Chunks([data], np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([tensor.spec.nbytes]))
             copied = engine.load(whole, copy=True)
             (memory,) = copied.views()
@@ -289,21 +215,16 @@ class ChunkWriter:
                 return msgspec.structs.replace(tensor, array=None, copy=memory, digests=None, base=None)
         raise UnchangedGoneError(tensor.spec)
 
-    def _places_of(self, tensor: TensorInput, number: int) -> tuple[BoxPlace, Column, Column, Column, Column]:
-        spec, of = tensor.spec, tensor.box_of
-        whole, offsets = (spec.shape, None) if of is None else (of.spec.shape, of.piece.offsets)
-        return _cuts_of(spec, whole, offsets, number, self._chunk_bytes)
-
-    def _cut(self, tensor: TensorInput, data: Memory, number: int) -> _ChunkRange:
+    def _cut(self, tensor: TensorInput, data: Memory, number: int) -> ChunkRange:
         """Return the chunks of a tensor or a box, with the chunks of the bases at the same places."""
         spec = tensor.spec
-        place, starts, lengths, in_strip, numbers = self._places_of(tensor, number)
+        place, starts, lengths, in_strip, numbers = places_in(tensor, number, self._chunk_bytes)
         may_delta = tensor.may_delta and self._context.options.delta != "none"
         candidates, is_cached = self.bases.rows_at(place if may_delta else None, in_strip, lengths)
         base = tensor.base if is_cached else None
         if base is not None and (base.nbytes < spec.nbytes or self._engines.of(base) is not self._engine):
             base = None
-        return _ChunkRange(tensor, self.rows, data, base, starts, lengths, candidates, numbers)
+        return ChunkRange(tensor, self.rows, data, base, starts, lengths, candidates, numbers)
 
     def end_part(self) -> None:
         """Begin to write the last chunks of the part."""
@@ -377,7 +298,7 @@ class ChunkWriter:
             return np.zeros(len(candidates), np.int64)
         return self.bases.costs.delta_limits(np.maximum(candidates, 0), self._context.options.restore_cost)
 
-    def _room_for_copies(self, runs: Sequence[_ChunkRange], lengths: Column) -> Chunks | None:
+    def _room_for_copies(self, runs: Sequence[ChunkRange], lengths: Column) -> Chunks | None:
         """Return memory for copies of chunks in the caller's memory; None if no copies are needed."""
         if runs[0].tensor.copy is not None or self._engine is not self._engines.cpu:
             return None
@@ -444,7 +365,7 @@ class ChunkWriter:
         self._require(batch, batch.which[new], same)
         return copies
 
-    def _candidates(self, runs: Sequence[_ChunkRange]) -> tuple[Column, Column]:
+    def _candidates(self, runs: Sequence[ChunkRange]) -> tuple[Column, Column]:
         """Return the row of the chunk at each chunk's place in a base, and the row of the base that a delta may have.
 
         Both are -1 for none. They differ where no delta is allowed, or a skip is due.

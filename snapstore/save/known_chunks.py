@@ -50,35 +50,6 @@ def place_of(
     return display(path), dtype, shape, offsets[1:], (shape if sizes is None else sizes)[1:]
 
 
-class Digests:
-    """Digests of chunks, to be searched.
-
-    Args:
-        digests: (n, 16).
-        rows: the rows to search among these; None: all.
-    """
-
-    def __init__(self, digests: Bytes, rows: Column | None = None) -> None:
-        self._digests, keys = digests, self._keys(digests)
-        rows = np.arange(len(digests)) if rows is None else rows
-        self._order = rows[np.argsort(keys[rows], kind="stable")]
-        self._sorted = keys[self._order]
-
-    @staticmethod
-    def _keys(digests: Bytes) -> npt.NDArray[np.uint64]:
-        """Return the first half of every digest, as a sort key."""
-        return np.ascontiguousarray(digests[:, :8]).view(np.uint64).reshape(-1)
-
-    def find(self, digests: Bytes) -> npt.NDArray[np.int64]:
-        """Return the row of every digest (n, 16), -1 if unknown."""
-        if not len(self._sorted) or not len(digests):
-            return np.full(len(digests), -1, np.int64)
-        at = np.minimum(np.searchsorted(self._sorted, self._keys(digests)), len(self._sorted) - 1)
-        rows = self._order[at]
-        # Two different digests have equal halves by a chance of 2^-64. Such a chunk is stored again: that is correct.
-        return np.where((self._digests[rows] == digests).all(axis=1), rows, -1)
-
-
 class _BoxChunks(msgspec.Struct, frozen=True, gc=False):
     """The chunks of a stored box."""
 
@@ -154,7 +125,9 @@ class Bases:
         self.lengths = self.table.lengths
         bad = np.isin(self.table.ref_packs, [number for name, number in known.items() if name in damaged])
         self.usable = ~np.logical_or.reduceat(bad, self.table.starts[:-1]) if rows else np.zeros(0, bool)
-        self._digests = Digests(self.table.digests, np.flatnonzero(self.usable[:rows]))
+        keys, usable = self._keys(self.table.digests), np.flatnonzero(self.usable[:rows])
+        self._order = usable[np.argsort(keys[usable], kind="stable")]
+        self._sorted = keys[self._order]
 
     def _note_boxes(self, m: Manifest, entry: TensorEntry, rows: int, *, in_first_base: bool) -> None:
         """Note where the chunks of a tensor lie; the table of its manifest begins at row `rows`."""
@@ -188,9 +161,19 @@ class Bases:
         renumber = np.array([known[name] if name in own else 0 for name in m.header.pack_names] or [0], np.uint32)
         return dataclasses.replace(m.table, ref_packs=renumber[m.table.ref_packs])
 
+    @staticmethod
+    def _keys(digests: Bytes) -> npt.NDArray[np.uint64]:
+        """Return the first half of every digest, as a sort key."""
+        return np.ascontiguousarray(digests[:, :8]).view(np.uint64).reshape(-1)
+
     def find(self, digests: Bytes) -> npt.NDArray[np.int64]:
         """Return the row of every digest (n, 16) among all bases, -1 if unknown."""
-        return self._digests.find(digests)
+        if not len(self._sorted) or not len(digests):
+            return np.full(len(digests), -1, np.int64)
+        at = np.minimum(np.searchsorted(self._sorted, self._keys(digests)), len(self._sorted) - 1)
+        rows = self._order[at]
+        # Two different digests have equal halves by a chance of 2^-64. Such a chunk is stored again: that is correct.
+        return np.where((self.table.digests[rows] == digests).all(axis=1), rows, -1)
 
     def first_row(self, place: BoxPlace) -> tuple[int, bool]:
         """Return the row of the first chunk of the tensor at `place`, and whether the first base has it.

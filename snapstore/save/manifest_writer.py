@@ -31,7 +31,8 @@ from ..state.tree.encode import has_parameters, pack
 from ..state.values.arrays import as_bytes
 from ..state.values.tensors import DimOrder, Node, TensorSpec
 from ..text import log
-from .chunk_writer import BaseDamagedError, ChunkWriter, Rows
+from .chunk_columns import Rows
+from .chunk_writer import BaseDamagedError, ChunkWriter
 from .inputs import BoxOf, PartInput, TensorInput
 from .known_chunks import AnySession, Bases
 from .replicas import digest_arrays

@@ -17,11 +17,11 @@ from ..arrays import Bytes, Column
 from ..errors import IntegrityError
 from ..format.chunking import INLINE_BYTES
 from ..format.manifests.boxes import cut
+from ..format.manifests.delta_chain import Digests
 from ..format.manifests.manifest import Manifest
 from ..state.values.containers import shown
 from ..state.values.tensors import TensorSpec
 from .inputs import InputKey, TensorInput
-from .known_chunks import Digests
 from .known_state import Group
 
 #: It pays if the tensors that may be unchanged are this share of a device's state.
@@ -75,7 +75,9 @@ class UnchangedTensors:
         """Let the next save find the chunks of these manifests."""
         self.held = None
         if manifests:
-            self.held = Digests(np.concatenate([m.table.digests for m in manifests]))
+            self.held = Digests()
+            for m in manifests:
+                self.held.add(m.table.digests)
             self._chunk_bytes = manifests[0].header.chunk_bytes
 
     def note(self, tensors: Iterable[TensorInput], manifests: Sequence[Manifest]) -> None:
@@ -116,7 +118,7 @@ class UnchangedTensors:
         """
         assert self.held is not None
         which, firsts = trial.spans[0], np.searchsorted(trial.spans[0], np.arange(len(trial.at)))
-        same = np.logical_and.reduceat(self.held.find(digests) >= 0, firsts)
+        same = np.logical_and.reduceat(self.held.has(digests), firsts)
         ends = np.append(firsts[1:], len(which))
         rows = zip(trial.tried.rows, firsts.tolist(), ends.tolist(), same.tolist(), strict=True)
         unchanged = [(row, digests[first:end]) for row, first, end, is_same in rows if is_same]

@@ -27,7 +27,8 @@ from ...state.tree.encode import pack
 from ...state.values.containers import shown
 from ...text import some
 from ...threads import Pending, Threads, when_dropped
-from ..chunk_writer import ChunkWriter, Rows
+from ..chunk_columns import Rows
+from ..chunk_writer import ChunkWriter
 from ..known_chunks import AnySession, Bases, load_bases
 from ..manifest_writer import PartLayout, Written, add_tree, contents_of, entry_of
 from ..near_children import NearChildren

@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from .repair.report import RepairResult as RepairResult
     from .repository import Repository as Repository
     from .retention import KeepBest as KeepBest
+    from .retention import KeepBytes as KeepBytes
     from .retention import KeepDaily as KeepDaily
     from .retention import KeepEvery as KeepEvery
     from .retention import KeepHourly as KeepHourly
@@ -160,7 +161,7 @@ _NAMES = {
     "repair.report": "RepairAction RepairResult",
     "repository": "Repository",
     "retention": (
-        "KeepBest KeepDaily KeepEvery KeepHourly KeepLast KeepMonthly KeepSteps KeepWeekly KeepWithin "
+        "KeepBest KeepBytes KeepDaily KeepEvery KeepHourly KeepLast KeepMonthly KeepSteps KeepWeekly KeepWithin "
         "KeepYearly Policy SnapshotLike"
     ),
     "rewrite.compact": "CompactResult",

@@ -1,7 +1,8 @@
 """Retention: decide which snapshots of a run stay, and why.
 
 In: policies, and the committed snapshots of one run in any order. Out: one `Decision` per snapshot, oldest first. No
-I/O, no torch, no clock: the same input gives the same answer everywhere, and any thread may call this.
+I/O, no torch, no clock: the same input gives the same answer everywhere, and any thread may call this. `KeepBytes`
+alone needs more than the snapshots: the caller tells which objects they need.
 
 Rules, in this order:
 
@@ -9,7 +10,9 @@ Rules, in this order:
    policies do not look at them.
 2. Policies are ORed: each gives reasons to current snapshots, and one reason is enough to stay.
 3. A tagged snapshot always stays, superseded or not ("tag NAME"); the newest one of the run always stays ("newest").
-4. A snapshot without a reason is forgotten.
+4. `KeepBytes` comes last: objects that a snapshot with another reason needs cost it nothing. Only the newest snapshot
+   costs it something although it stays anyway.
+5. A snapshot without a reason is forgotten.
 
 "Newer" means a higher `seq`, never a later `created`: clocks jump. Two writers that raced may hold the same `seq`; the
 higher id then counts as newer, everywhere. `created` only names the calendar periods and measures `KeepWithin`, back
@@ -22,13 +25,14 @@ import datetime as dt
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from numbers import Real
 from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 from .errors import FormatError, InvalidInputError
-from .text import counted, quoted
+from .text import counted, quoted, size_in_bytes, size_text
 
 
 class SnapshotLike(Protocol):
@@ -65,6 +69,8 @@ class SnapshotLike(Protocol):
 
 S = TypeVar("S", bound=SnapshotLike)
 Reasons = dict[str, str]  # snapshot id -> why this policy keeps it
+#: Returns the objects that each snapshot needs, without those that stay anyway: snapshot id -> key -> size [bytes].
+Needs = Callable[[], Mapping[str, Mapping[str, int]]]
 
 
 class Policy(Protocol):
@@ -264,6 +270,46 @@ class KeepYearly(_KeepPeriodic):
     period = "yearly %Y"
 
 
+@dataclass(frozen=True, repr=False)
+class KeepBytes(Policy):
+    """Keep the newest snapshots whose objects take at most `size` together, and at least one.
+
+    Packs and manifests that a snapshot needs which stays for another reason, or a snapshot of another run, are not
+    counted. Counting ends at the first snapshot that does not fit: no older one is kept instead.
+
+    Args:
+        size: "2T", "500G", "1.5TiB" (powers of 1024), or bytes. The attribute holds the bytes.
+    """
+
+    size: int
+
+    def __init__(self, size: str | int) -> None:
+        count = size_in_bytes(size) if isinstance(size, str) else as_int(size)
+        if count is None or not 1 <= count <= _MAX_NUMBER:
+            raise InvalidInputError(
+                "KeepBytes: expected a size from 1 to 8P (2^53 bytes), such as '2T', '500G', '1.5TiB' or a number of "
+                f"bytes, got {quoted(size)}"
+            )
+        object.__setattr__(self, "size", count)
+
+    def __repr__(self) -> str:
+        return f"KeepBytes({size_text(self.size)!r})"
+
+    def reasons(self, current: Sequence[SnapshotLike], added: Iterable[int] = repeat(0)) -> Reasons:
+        """Return the reason for each that fits.
+
+        Args:
+            added: of each, the bytes that it adds to those of all newer ones.
+        """
+        found, total = Reasons(), 0
+        for snapshot, size in zip(current, added, strict=False):
+            total += size
+            if found and total > self.size:
+                break
+            found[snapshot.id] = f"newest {size_text(self.size)}"
+        return found
+
+
 _CLASSES = (
     KeepLast,
     KeepEvery,
@@ -275,17 +321,21 @@ _CLASSES = (
     KeepWeekly,
     KeepMonthly,
     KeepYearly,
+    KeepBytes,
 )
 _KINDS: dict[str, Callable[..., Policy]] = {kind.__name__: kind for kind in _CLASSES}
 
 
-def apply(policies: Policy | Iterable[Policy], snapshots: Iterable[S], *, force: bool = False) -> list[Decision[S]]:
+def apply(
+    policies: Policy | Iterable[Policy], snapshots: Iterable[S], *, force: bool = False, needs: Needs | None = None
+) -> list[Decision[S]]:
     """Decide which committed snapshots of one run stay, and why.
 
     Args:
         policies: ORed; reasons come in their order.
         snapshots: of one run, in any order.
         force: continue even if the policies keep nothing; tagged snapshots and the newest one stay even then.
+        needs: called once if there is a `KeepBytes`.
 
     Returns:
         One decision per snapshot, oldest (lowest `seq`) first.
@@ -305,7 +355,7 @@ def apply(policies: Policy | Iterable[Policy], snapshots: Iterable[S], *, force:
         )
 
     steps = current(oldest_first)
-    by_policy = [policy.reasons(steps) for policy in policies]
+    by_policy = reasons_by_policy(policies, oldest_first, needs)
     if steps and not any(by_policy) and not force:
         raise InvalidInputError(
             f"forget: {describe(policies)} would keep none of the steps of run {runs[0]}, which has "
@@ -320,6 +370,30 @@ def apply(policies: Policy | Iterable[Policy], snapshots: Iterable[S], *, force:
             reasons.append("newest")
         decisions.append(Decision(snapshot, tuple(dict.fromkeys(reasons))))
     return decisions
+
+
+def reasons_by_policy(policies: Sequence[Policy], snapshots: Sequence[S], needs: Needs | None) -> list[Reasons]:
+    """Return the reasons that each policy gives to snapshots of one run; see `apply`."""
+    steps = current(snapshots)
+    found = [{} if isinstance(policy, KeepBytes) else policy.reasons(steps) for policy in policies]
+    if any(isinstance(policy, KeepBytes) for policy in policies):
+        if needs is None:
+            raise InvalidInputError("KeepBytes: expected what each snapshot needs, got none")
+        kept = {s.id for s in snapshots if s.tags}.union(*found)
+        added = _added(needs(), [s.id for s in snapshots if s.id in kept], [s.id for s in steps])
+        sized = [policy.reasons(steps, added) if isinstance(policy, KeepBytes) else {} for policy in policies]
+        found = [reasons or by_size for reasons, by_size in zip(found, sized, strict=True)]
+    return found
+
+
+def _added(needs: Mapping[str, Mapping[str, int]], kept: Collection[str], names: Iterable[str]) -> list[int]:
+    """Return the bytes that each of some snapshots adds to those of the ones before it, and of those that are kept."""
+    seen: set[str] = set().union(*(needs[name] for name in kept))
+    added = []
+    for name in names:
+        added.append(sum(size for key, size in needs[name].items() if key not in seen))
+        seen.update(needs[name])
+    return added
 
 
 def current(snapshots: Iterable[S]) -> list[S]:

@@ -30,6 +30,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxset = 4, 20, 20, 20, 20
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = MOST_QUOTED
 
+_SIZE = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))?([KMGTP]?)", re.ASCII)
 _HINT = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
 
 
@@ -88,6 +89,25 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f}B" if unit == "B" else f"{count:.1f}{unit}"
         count /= 1000
     return f"{count:.1f}TB"
+
+
+def size_in_bytes(text: str) -> int | None:
+    """Return the bytes of a size such as `500M`, `10G` or `1.5TiB`; K, M, G, T and P are powers of 1024.
+
+    None: the text is no size.
+    """
+    match = _SIZE.fullmatch(text.upper().removesuffix("B").removesuffix("I"))
+    if match is None or (match[2] and not match[3]):
+        return None
+    fraction = match[2] or ""
+    scaled = int(match[1] + fraction) << 10 * " KMGTP".index(match[3] or " ")
+    return scaled // int(10 ** len(fraction))
+
+
+def size_text(count: int) -> str:
+    """Return the shortest text that `size_in_bytes` reads as `count`: 2T, 1536G, 1000."""
+    power = next(power for power in (5, 4, 3, 2, 1, 0) if count % (1 << 10 * power) == 0)
+    return f"{count >> 10 * power}{' KMGTP'[power].strip()}"
 
 
 def brief(result: Any) -> str:

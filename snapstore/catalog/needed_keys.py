@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import SnapstoreError
-from ..format.keys import pack_key
-from ..format.manifests.manifest import Manifest
-from ..format.records import RANKS, ManifestRef, Snapshot
+from ..format import records
+from ..format.keys import manifest_key, pack_key
+from ..format.manifests.manifest import Manifest, ManifestHeader
+from ..format.records import RANKS, MadeFor, ManifestList, ManifestRef, Snapshot
 from .index import Index
 
 
@@ -31,18 +32,53 @@ def all_needed_keys(
     index: Index, snapshots: Sequence[Snapshot]
 ) -> Iterator[tuple[Snapshot, set[str] | SnapstoreError]]:
     """Yield every snapshot with its `needed_keys`, or with the error of a manifest. Headers are read in parallel."""
+    for snapshot, headers in _all_headers(index, snapshots):
+        if isinstance(headers, SnapstoreError):
+            yield snapshot, headers
+            continue
+        keys = set(snapshot.named_keys)
+        for header in headers:
+            keys.update(child.key for child in header.children)
+            keys.update(map(pack_key, header.pack_names))
+        yield snapshot, keys
+
+
+def needed_sizes(index: Index, snapshots: Sequence[Snapshot]) -> dict[str, dict[str, int]]:
+    """Return the sizes of all objects that each snapshot needs [bytes]: snapshot id -> key -> size.
+
+    Raises:
+        NotFoundError, IntegrityError, FormatError, StorageError: a manifest is missing or damaged, or cannot be read.
+    """
+    found = {}
+    for snapshot, headers in _all_headers(index, snapshots):
+        if isinstance(headers, SnapstoreError):
+            raise headers
+        sizes = {ref.key: ref.size_bytes for ref in snapshot.manifests}
+        if snapshot.manifest_list:  # its size follows from the number of names
+            names = ManifestList.of(snapshot.id, MadeFor(bytes(16), 0), snapshot.manifests)
+            sizes[manifest_key(snapshot.manifest_list)] = len(records.encode(names))
+        for header in headers:
+            sizes.update((child.key, child.size_bytes) for child in header.children)
+            sizes.update(zip(map(pack_key, header.pack_names), header.pack_size_list, strict=True))
+        found[snapshot.id] = sizes
+    return found
+
+
+def _all_headers(
+    index: Index, snapshots: Sequence[Snapshot]
+) -> Iterator[tuple[Snapshot, list[ManifestHeader] | SnapstoreError]]:
+    """Yield every snapshot with the headers of the manifests that its record names, or with the first error."""
     headers = index.headers(ref for snapshot in snapshots for ref in snapshot.manifests)
     for snapshot in snapshots:
-        keys = set(snapshot.named_keys)
+        found: list[ManifestHeader] = []
         first_error: SnapstoreError | None = None
         for _ in snapshot.manifests:
             header = next(headers)
             if isinstance(header, SnapstoreError):
                 first_error = first_error or header
             else:
-                keys.update(child.key for child in header.children)
-                keys.update(map(pack_key, header.pack_names))
-        yield snapshot, first_error or keys
+                found.append(header)
+        yield snapshot, first_error or found
 
 
 def data_refs(index: Index, snapshot: Snapshot) -> list[ManifestRef]:

@@ -8,7 +8,6 @@ bytes.
 from __future__ import annotations
 
 import os
-import re
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -18,7 +17,7 @@ from pathlib import Path
 from ..errors import CapabilityError, InvalidInputError
 from ..format.manifests.delta_choice import MAX_LINKS
 from ..storage.base import ObjectStore
-from ..text import human_bytes
+from ..text import human_bytes, size_in_bytes
 
 #: Environment variables that override the limits. Their values are numbers of bytes, or sizes such as 200G.
 MEMORY, DECODED = "SNAPSTORE_MAX_MEMORY", "SNAPSTORE_MAX_DECODED"
@@ -34,18 +33,17 @@ DECODED_RATIO = 8192
 MAX_DEPTH_UNASKED = MAX_LINKS + 1
 
 _ADVICE = "restore parts of it with keys, onto a device, into tensors of your own, or one by one with named_tensors"
-_SIZE = re.compile(r"([0-9]{1,15})([KMGTP]?)")
 _UNLIMITED = 2**64  # above every value that means "no limit" in cgroups of version 1
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes of a text such as `10G`; K, M, G, T and P are powers of 1024.
+    """Return the number of bytes of a text such as `10G`; see `size_in_bytes`.
 
     Raises:
         InvalidInputError: the text is not a size.
     """
-    if match := _SIZE.fullmatch(text.upper().removesuffix("B").removesuffix("I")):
-        return int(match[1]) << 10 * " KMGTP".index(match[2] or " ")
+    if (size := size_in_bytes(text)) is not None:
+        return size
     raise InvalidInputError(f"{text}: expected a number of bytes, or a size such as 500M or 10G")
 
 

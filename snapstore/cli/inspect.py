@@ -321,14 +321,16 @@ def _contents(repository: Repository, snapshot: Snapshot) -> Contents:
 def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str]:
     """Return why a committed snapshot stays under its run's policies, or why a forgotten one was forgotten."""
     from .. import retention
+    from ..protocol.forget import needs_of
 
     if snapshot.state != "committed":
         return [text for text in (snapshot.reason, snapshot.policy) if text]
     try:
-        policies = repository.policies(snapshot.run)
+        policies, snapshots = repository.policies(snapshot.run), view.snapshots(snapshot.run)
+        needs = needs_of(repository.context, snapshots)
+        decisions = retention.apply(policies, snapshots, force=True, needs=needs)
     except (*DAMAGE, StorageError) as error:  # the rest of the snapshot can still be shown
         return [f"unknown: {error}"]
-    decisions = retention.apply(policies, view.snapshots(snapshot.run), force=True)
     return next((list(d.reasons) for d in decisions if d.snapshot.id == snapshot.id), [])  # none: of an older view
 
 

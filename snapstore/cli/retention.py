@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Name = Annotated[str, typer.Argument(metavar="TAG", help="The tag.")]
 _BEST = "Keep the N best steps (default 1) by a metric; smaller is better, unless max. May be repeated."
+_BYTES = "Keep the newest snapshots that take at most this much: 2T. What stays anyway is not counted."
 _WITHIN = "Keep snapshots at most this much older than the newest: 90s, 30m, 12h, 7d, 1d12h."
 
 
@@ -85,6 +86,7 @@ def forget(
     keep_weekly: Annotated[int | None, _period("weeks")] = None,
     keep_monthly: Annotated[int | None, _period("months")] = None,
     keep_yearly: Annotated[int | None, _period("years")] = None,
+    keep_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help=_BYTES)] = None,
     keep_steps: Annotated[str | None, typer.Option(metavar="STEP,...", help="Keep these steps: 1000,2000.")] = None,
     free: Annotated[str, typer.Option(metavar="SIZE", help="Forget until gc frees this much: 500G. Try -n.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Forget even the newest, or everything.")] = False,
@@ -105,6 +107,7 @@ def forget(
         "KeepWeekly": keep_weekly,
         "KeepMonthly": keep_monthly,
         "KeepYearly": keep_yearly,
+        "KeepBytes": keep_bytes,
     }
     given = {kind: value for kind, value in options.items() if value is not None}
     by_policy = given or keep_best or keep_steps is not None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from .. import retention
 from ..catalog import policy_store
 from ..catalog.history import View
-from ..catalog.needed_keys import all_needed_keys
+from ..catalog.needed_keys import all_needed_keys, needed_sizes
 from ..catalog.read_twice import listed
 from ..checks import check_list, check_name
 from ..context import Context
@@ -74,7 +74,8 @@ def forget(
     snapshots = view.snapshots(run)
     damaged = in_need_of_quarantined(context, snapshots)
     gone = {s.id for s in view.missing} - damaged  # tags may be gone with the last record
-    decisions = retention.apply(keep, [s for s in snapshots if s.id not in damaged | gone], force=force)
+    counted = [s for s in snapshots if s.id not in damaged | gone]
+    decisions = retention.apply(keep, counted, force=force, needs=needs_of(context, counted))
     chosen = {d.snapshot.id for d in decisions if not d.reasons}
     by_id = {s.id: s for s in snapshots}
     kept = [(by_id[d.snapshot.id], d.reasons) for d in decisions if d.reasons]
@@ -94,6 +95,22 @@ def forget(
     ):
         forgotten += revisions.forget(context, group, policy=policy, reason=reason)
     return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq), unknown=view.unknown(run))
+
+
+def needs_of(context: Context, snapshots: Sequence[Snapshot]) -> retention.Needs:
+    """Return what tells the objects that some snapshots of a run need, without those that any other snapshot needs.
+
+    It lists the records of all runs, and reads the headers of manifests that the index does not know.
+    """
+
+    def needs() -> dict[str, dict[str, int]]:
+        counted = {s.id for s in snapshots}
+        others = [s for s in context.index.refresh().snapshots() if s.id not in counted]
+        found = needed_sizes(context.index, [*snapshots, *others])
+        stay = set().union(*(found.pop(s.id) for s in others))
+        return {name: {key: size for key, size in sizes.items() if key not in stay} for name, sizes in found.items()}
+
+    return needs
 
 
 def forget_snapshots(
@@ -173,7 +190,7 @@ def _by_policy(context: Context, view: View, run: str) -> list[tuple[int, Snapsh
     stay = in_need_of_quarantined(context, snapshots) | {s.id for s in view.missing}
     policies = policy_store.read(context.store, run)
     steps = [s for s in snapshots if s.id not in stay]
-    kept = [policy.reasons(retention.current(steps)) for policy in policies]
+    kept = retention.reasons_by_policy(policies, steps, needs_of(context, steps))
     found = []
     for decision in retention.apply([], steps, force=True):
         if not decision.reasons:  # neither tagged nor the newest

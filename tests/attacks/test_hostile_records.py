@@ -135,10 +135,14 @@ def test_forged_seqs_stop_no_save_and_are_repaired(made, tmp_path_factory, seqs,
 
 
 POLICIES = st.fixed_dictionaries(
-    {"kind": st.sampled_from(["KeepLast", "KeepEvery", "KeepBest", "KeepWithin", "KeepSteps", "KeepDaily", "x"])},
+    {
+        "kind": st.sampled_from(
+            ["KeepLast", "KeepEvery", "KeepBest", "KeepWithin", "KeepSteps", "KeepDaily", "KeepBytes", "x"]
+        )
+    },
     optional={
         name: NUMBERS | TIMES | TEXTS | st.none() | st.lists(NUMBERS | TEXTS, max_size=3)
-        for name in ("n", "steps", "metric", "mode", "duration", "period", "y")
+        for name in ("n", "steps", "metric", "mode", "duration", "size", "y")
     },
 )
 

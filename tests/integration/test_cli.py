@@ -877,6 +877,8 @@ def test_forget_says_why(series):
         (["--keep-weekly", "1"], [3]),
         (["--keep-monthly", "1"], [3]),
         (["--keep-yearly", "1"], [3]),
+        (["--keep-bytes", "1"], [3]),
+        (["--keep-bytes", "1.5GB"], [0, 1, 2, 3]),
         (["--keep-steps", "77", "--force"], [3]),
         (["--force"], [3]),
     ],
@@ -1115,7 +1117,7 @@ def test_sizes(text, expected):
 
 
 def test_compact_usage(series):
-    for wrong in ("G", "-1", "1.5G", "10X"):
+    for wrong in ("G", "-1", "1.5", "10X"):
         assert "expected a number of bytes" in series.fails("compact", f"--max-repack-size={wrong}", code=2)
     assert "no such step" in series.fails("compact", "exp@77")
 

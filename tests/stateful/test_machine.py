@@ -48,6 +48,7 @@ from kit.tally import tally
 from snapstore import (
     InvalidInputError,
     KeepBest,
+    KeepBytes,
     KeepEvery,
     KeepLast,
     KeepSteps,
@@ -71,6 +72,7 @@ POLICIES = st.lists(
         st.builds(KeepEvery, st.integers(1, 4)),
         st.builds(KeepSteps, st.lists(STEPS, min_size=1, max_size=2)),
         st.builds(KeepBest, st.just("loss"), st.integers(1, 2)),
+        st.builds(KeepBytes, st.integers(1, 30_000)),
     ),
     min_size=1,
     max_size=2,
@@ -393,7 +395,7 @@ class Machine(RuleBasedStateMachine):
         try:
             result = self.at(process).forget(keep, run=run, dry_run=dry_run)
         except InvalidInputError:
-            assert not any(isinstance(policy, KeepLast) for policy in keep)
+            assert not any(isinstance(policy, KeepLast | KeepBytes) for policy in keep)
             return
         gone = {s.id for s in result.forgotten}
         assert gone | {s.id for s, _ in result.kept} == of_run.keys()

@@ -33,6 +33,7 @@ from snapstore import (
     IntegrityError,
     InvalidInputError,
     KeepBest,
+    KeepBytes,
     KeepEvery,
     KeepLast,
     KeepSteps,
@@ -56,6 +57,7 @@ KEEPS = st.lists(
         st.builds(KeepEvery, st.integers(2, 4)),
         st.builds(KeepSteps, st.lists(STEPS, min_size=1, max_size=2)),
         st.builds(KeepBest, st.just("loss"), st.integers(1, 2), st.sampled_from(["min", "max"])),
+        st.sampled_from([KeepBytes(1), KeepBytes("1P")]),
     ),
     max_size=2,
 )
@@ -140,7 +142,9 @@ def left_by(keep: Any, rows: Iterable[Row]) -> set[str]:
     if not keep:
         return set()
     try:
-        return {decision.snapshot.id for decision in retention.apply(keep, rows) if not decision.reasons}
+        rows = list(rows)
+        needs = {row.id: {row.id: 2} for row in rows}  # each has a manifest, or a list, of its own
+        return {found.snapshot.id for found in retention.apply(keep, rows, needs=lambda: needs) if not found.reasons}
     except InvalidInputError:
         return set()
 

@@ -111,7 +111,16 @@ def test_a_restore_that_does_not_fit_is_refused_with_advice(monkeypatch):
     limits.require_memory(2**62, "a system that does not say")
 
 
-SIZES = {"0": 0, "17": 17, "10K": 10240, "5mib": 5 << 20, "3GB": 3 << 30, "2T": 2 << 40, "1P": 1 << 50}
+SIZES = {
+    "0": 0,
+    "17": 17,
+    "10K": 10240,
+    "5mib": 5 << 20,
+    "3GB": 3 << 30,
+    "2T": 2 << 40,
+    "1P": 1 << 50,
+    "1.5TiB": 3 << 39,
+}
 
 
 @pytest.mark.parametrize(("text", "size"), SIZES.items())
@@ -119,7 +128,7 @@ def test_sizes(text, size):
     assert limits.parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "1.5G", "10E", "9" * 16, "1 G", "\u0661"])
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "1.5.5G", "10E", "9" * 16, "1 G", "\u0661"])
 def test_no_sizes(text):
     with pytest.raises(InvalidInputError, match="expected a number of bytes, or a size such as 500M"):
         limits.parse_size(text)

@@ -18,6 +18,7 @@ from snapstore.format.records import RunPolicies
 from snapstore.retention import (
     Decision,
     KeepBest,
+    KeepBytes,
     KeepDaily,
     KeepEvery,
     KeepHourly,
@@ -33,6 +34,7 @@ from snapstore.retention import (
     stays_without_neighbours,
     to_dict,
 )
+from snapstore.text import size_text
 
 NUMBERS = (np.int64(3), np.uint8(3), np.array(3), torch.tensor(3))
 NOON = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC).timestamp()  # a Saturday, in ISO week 47
@@ -49,6 +51,7 @@ class Snap:
     created: float = NOON
     tags: tuple[str, ...] = ()
     metrics: dict[str, float] = field(default_factory=dict)
+    objects: dict[str, int] = field(default_factory=dict)
 
 
 def series(*steps, **common):
@@ -71,13 +74,17 @@ def utc(*when):
     return dt.datetime(*when, tzinfo=dt.UTC).timestamp()
 
 
+def applied(policies, snapshots, **options):
+    return apply(policies, snapshots, needs=lambda: {s.id: s.objects for s in snapshots}, **options)
+
+
 def reasons(policies, snapshots, **options):
     """Return the reasons of each snapshot, by its step; in every answer one snapshot has the reason `newest`."""
-    return {decision.snapshot.step: decision.reasons for decision in apply(policies, snapshots, **options)}
+    return {decision.snapshot.step: decision.reasons for decision in applied(policies, snapshots, **options)}
 
 
 def kept(policies, snapshots, **options):
-    return {decision.snapshot.id for decision in apply(policies, snapshots, **options) if decision.reasons}
+    return {decision.snapshot.id for decision in applied(policies, snapshots, **options) if decision.reasons}
 
 
 # --- each policy ------------------------------------------------------------------------------------------------------
@@ -333,6 +340,50 @@ def test_every_duration_survives_its_text(duration):
     assert KeepWithin(policy.duration) == policy
 
 
+def test_bytes():
+    """Objects that a tag, a policy or a newer snapshot keeps cost nothing; counting ends where one does not fit."""
+    snapshots = [
+        Snap("a", 1, 1, objects={"a": 1}),
+        Snap("b", 2, 2, objects={"base": 50, "b": 10}, tags=("paper",)),
+        Snap("c", 3, 3, objects={"c": 90}),
+        Snap("d", 4, 4, objects={"base": 50, "d": 40}),
+        Snap("e", 5, 5, objects={"base": 50, "d": 40, "e": 60}),
+    ]
+    assert reasons([KeepBytes(100)], snapshots) == {
+        **{1: (), 2: ("tag paper",), 3: ()},
+        **{4: ("newest 100",), 5: ("newest 100", "newest")},
+    }
+    assert kept([KeepBytes(99)], snapshots) == {"b", "e"}  # never below one
+    assert kept([KeepBytes(190)], snapshots) == {"b", "c", "d", "e"}
+    assert kept([KeepBytes(100), KeepSteps([3])], snapshots) == {"b", "c", "d", "e"}
+    assert kept([KeepBytes(101), KeepSteps([3])], snapshots) == {"a", "b", "c", "d", "e"}
+    assert kept([KeepBytes(50), KeepBytes(190)], snapshots) == {"b", "c", "d", "e"}  # the larger counts
+    with pytest.raises(InvalidInputError, match="expected what each snapshot needs"):
+        apply([KeepBytes(1)], snapshots)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [("2T", "2T"), ("500GB", "500G"), ("1.5tib", "1536G"), ("1024K", "1M"), (1000, "1000"), (np.int64(4096), "4K")],
+)
+def test_sizes_have_one_text(size, text):
+    assert repr(KeepBytes(size)) == f"KeepBytes('{text}')"
+    assert KeepBytes(size) == KeepBytes(text)
+
+
+@given(st.integers(1, 2**53))
+def test_every_size_survives_its_text(size):
+    assert KeepBytes(size_text(size)).size == size
+
+
+@pytest.mark.parametrize(
+    "size", ["", "x", "0", "-1", "2 T", "1.5", "2E", "9P", "9" * 5000, 0, -1, 2.5, True, None, [1]]
+)
+def test_bad_sizes(size):
+    with pytest.raises(InvalidInputError, match="KeepBytes: expected a size from 1 to 8P"):
+        KeepBytes(size)
+
+
 class KeepLastOfMine(KeepLast):
     """A policy of a program; its kind is not part of the format."""
 
@@ -379,6 +430,7 @@ ALL = [
     (KeepWeekly(4), {"kind": "KeepWeekly", "n": 4}, "KeepWeekly(4)"),
     (KeepMonthly(12), {"kind": "KeepMonthly", "n": 12}, "KeepMonthly(12)"),
     (KeepYearly(9), {"kind": "KeepYearly", "n": 9}, "KeepYearly(9)"),
+    (KeepBytes("1.5TiB"), {"kind": "KeepBytes", "size": 3 << 39}, "KeepBytes('1536G')"),
 ]
 
 
@@ -409,6 +461,8 @@ def test_describe():
         {"kind": "KeepLast", 3: 3},
         {"kind": "KeepSteps", "steps": None},
         {"kind": "KeepWithin", "duration": "soon"},
+        {"kind": "KeepBytes", "size": "much"},
+        {"kind": "KeepBytes", "size": 0},
         {"kind": "KeepBest", "metric": "loss", "n": 1, "mode": []},
         None,
         ["KeepLast", 3],
@@ -428,12 +482,14 @@ policies = st.one_of(
     st.builds(KeepSteps, st.lists(st.integers(0, 12), min_size=1, max_size=4)),
     st.builds(KeepBest, st.sampled_from(["loss", "accuracy"]), n=counts, mode=st.sampled_from(["min", "max"])),
     st.builds(KeepWithin, st.integers(1, 60 * DAY_S)),
+    st.builds(KeepBytes, st.integers(1, 60)),
     st.sampled_from([KeepHourly, KeepDaily, KeepWeekly, KeepMonthly, KeepYearly]).flatmap(
         lambda kind: st.builds(kind, counts)
     ),
 )
 times = st.floats(NOON - 800 * DAY_S, NOON + 800 * DAY_S)
 metrics = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.floats() | st.sampled_from([0.0, 1.0]))
+objects = st.dictionaries(st.integers(0, 9), st.just(5)) | st.dictionaries(st.integers(10, 30), st.just(9))
 tags = st.lists(st.sampled_from(["paper", "v1"]), max_size=2, unique=True).map(tuple)
 
 
@@ -441,15 +497,16 @@ tags = st.lists(st.sampled_from(["paper", "v1"]), max_size=2, unique=True).map(t
 def runs(draw):
     """Return a run in which steps are saved again and clocks jump."""
     count = draw(st.integers(0, 12))
+    varying = {"created": times, "tags": tags, "metrics": metrics, "objects": objects}
     return [
-        Snap(f"s{seq:03}", draw(st.integers(0, 12)), seq, created=draw(times), tags=draw(tags), metrics=draw(metrics))
+        Snap(f"s{seq:03}", draw(st.integers(0, 12)), seq, **{name: draw(of) for name, of in varying.items()})
         for seq in range(1, count + 1)
     ]
 
 
 @given(st.lists(policies), runs())
 def test_the_newest_and_the_tagged_always_stay(policies, snapshots):
-    decisions = apply(policies, snapshots, force=True)
+    decisions = applied(policies, snapshots, force=True)
     assert [decision.snapshot for decision in decisions] == snapshots
     for decision in decisions:
         for tag in decision.snapshot.tags:
@@ -460,7 +517,7 @@ def test_the_newest_and_the_tagged_always_stay(policies, snapshots):
 @given(st.lists(policies), runs())
 def test_superseded_and_untagged_never_stays(policies, snapshots):
     current = {snapshot.step: snapshot.id for snapshot in snapshots}
-    for decision in apply(policies, snapshots, force=True):
+    for decision in applied(policies, snapshots, force=True):
         if current[decision.snapshot.step] != decision.snapshot.id:
             assert decision.reasons == tuple(f"tag {tag}" for tag in decision.snapshot.tags)
 
@@ -468,14 +525,18 @@ def test_superseded_and_untagged_never_stays(policies, snapshots):
 @given(st.lists(policies), st.lists(policies), runs())
 def test_policies_are_ored(some, others, snapshots):
     both = kept(some + others, snapshots, force=True)
-    assert both == kept(some, snapshots, force=True) | kept(others, snapshots, force=True)
+    either = kept(some, snapshots, force=True) | kept(others, snapshots, force=True)
+    if any(isinstance(policy, KeepBytes) for policy in some + others):
+        assert either <= both  # what another policy keeps costs nothing, so more fits
+    else:
+        assert either == both
 
 
 @given(st.lists(policies), runs(), st.randoms(use_true_random=False))
 def test_the_order_of_the_input_does_not_matter(policies, snapshots, shuffler: random.Random):
     shuffled = list(snapshots)
     shuffler.shuffle(shuffled)
-    assert apply(policies, shuffled, force=True) == apply(policies, snapshots, force=True)
+    assert applied(policies, shuffled, force=True) == applied(policies, snapshots, force=True)
 
 
 @given(counts, runs())
@@ -487,7 +548,7 @@ def test_last_keeps_as_many_steps_as_it_says(n, snapshots):
 @given(
     st.sampled_from(
         [
-            *[KeepLast, KeepHourly, KeepDaily, KeepWeekly, KeepMonthly, KeepYearly, KeepWithin],
+            *[KeepLast, KeepHourly, KeepDaily, KeepWeekly, KeepMonthly, KeepYearly, KeepWithin, KeepBytes],
             *[lambda n: KeepBest("loss", n), lambda n: KeepBest("loss", n, "max"), lambda n: KeepSteps(range(n))],
         ]
     ),
@@ -499,12 +560,31 @@ def test_more_keeps_more(kind, n, more, snapshots):
     assert kept([kind(n)], snapshots, force=True) <= kept([kind(n + more)], snapshots, force=True)
 
 
+@given(st.lists(policies), st.integers(1, 90), runs())
+def test_bytes_by_a_count_of_sets(others, size, snapshots):
+    """Compare with another way to count: the most newest steps that fit, at least one; what stays anyway is free."""
+    others = [policy for policy in others if not isinstance(policy, KeepBytes)]
+    stay = kept(others, snapshots, force=True) - {s.id for s in snapshots[-1:] if not s.tags}
+    stay |= {d.snapshot.id for d in applied(others, snapshots, force=True) if set(d.reasons) - {"newest"}}
+    free = {key for s in snapshots if s.id in stay for key in s.objects}
+    newest_first = sorted({s.step: s for s in snapshots}.values(), key=lambda s: -s.seq)
+
+    def fits(count):
+        return sum({k: n for s in newest_first[:count] for k, n in s.objects.items() if k not in free}.values()) <= size
+
+    most = max([count for count in range(len(newest_first) + 1) if fits(count)] + [1])
+    expected = {s.id for s in newest_first[:most]}
+    found = applied([*others, KeepBytes(size)], snapshots, force=True)
+    assert {d.snapshot.id for d in found if f"newest {size}" in d.reasons} == expected
+    assert {d.snapshot.id for d in found if d.reasons} == expected | stay
+
+
 @given(st.lists(policies), runs())
 def test_forgetting_again_forgets_nothing(policies, snapshots):
     # Without tags: a tag may keep a superseded save when the newer save of its step is forgotten. Then the superseded
     # save is current, and a policy may prefer it to another snapshot.
     untagged = [replace(snapshot, tags=()) for snapshot in snapshots]
-    left = [decision.snapshot for decision in apply(policies, untagged, force=True) if decision.reasons]
+    left = [decision.snapshot for decision in applied(policies, untagged, force=True) if decision.reasons]
     assert kept(policies, left, force=True) == {snapshot.id for snapshot in left}
 
 

@@ -33,7 +33,8 @@ from snapstore import (
     Ages, AlreadyExistsError, CapabilityError, CheckResult, CommitEvent, CompactResult, Config,
     ConflictError, CopyResult, DiffResult,
     DivergenceResult, FailureEvent, FitOptions, ForgetResult,
-    FormatError, GcResult, GroupStats, IntegrityError, InvalidInputError, KeepBest, KeepDaily, KeepEvery, KeepHourly,
+    FormatError, GcResult, GroupStats, IntegrityError, InvalidInputError, KeepBest, KeepBytes, KeepDaily, KeepEvery,
+    KeepHourly,
     KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, LazyTensors, ManifestRef, NotFoundError,
     Mismatches, NameOptions,
     ObjectInfo, ObjectStore, PerRank, Policy, Problem, RankValues, Ranks, RanksError, RecodeResult, RepairAction,
@@ -202,7 +203,7 @@ def snapshot(s: Snapshot) -> None:
 def policies() -> Sequence[Policy]:
     return (
         KeepLast(3), KeepEvery(100), KeepSteps([1, 2]), KeepBest("loss"), KeepWithin("1d"), KeepHourly(24),
-        KeepDaily(7), KeepWeekly(4), KeepMonthly(12), KeepYearly(3),
+        KeepDaily(7), KeepWeekly(4), KeepMonthly(12), KeepYearly(3), KeepBytes("2T"),
     )
 
 

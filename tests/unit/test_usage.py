@@ -1,4 +1,4 @@
-"""du: what each row needs is what a gc frees without it, and what each part needs is counted once."""
+"""du, forget --free and KeepBytes: what each needs is what a gc frees without it, and nothing is counted twice."""
 
 import random
 
@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from kit.objects import keys_of
-from snapstore import InvalidInputError, KeepLast, KeepSteps, NotFoundError, SaveOptions
+from snapstore import (
+    InvalidInputError,
+    KeepBytes,
+    KeepLast,
+    KeepSteps,
+    NotFoundError,
+    SaveOptions,
+    SnapshotManager,
+)
 from snapstore.format.keys import pack_key
 from snapstore.format.manifests import manifest
 from snapstore.protocol import forget
@@ -239,3 +247,77 @@ def test_one_that_is_tagged_meanwhile_stays_and_frees_nothing(monkeypatch):
         result = repository.forget_to_free(3000)
         assert first.id not in {s.id for s in result.forgotten}
         assert freed_by_gc(repository) == result.frees_bytes < wanted.frees_bytes
+
+
+# --- KeepBytes
+
+
+def objects_of(repository, snapshot):
+    """Return what a snapshot needs: its list, its manifests, and the packs of their chunks."""
+    return {name[0] if isinstance(name, tuple) else name for name in needed(repository, snapshot)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_keep_bytes_keeps_the_newest_that_fit(seed):
+    """Forget the oldest one at a time, collect in a copy of the store, and count the files that only this run has."""
+    rng = random.Random(seed)
+    with made() as repository:
+        history(repository, seed)
+        for step in range(9, 14):
+            shared = floats(4000, rng.randrange(3))  # some chunks of other snapshots, some new ones
+            repository.save({"w": floats(3000, step), "v": shared}, run="b", step=step)
+        repository.tag("b@10", "paper")
+        of_run = [s for s in repository.snapshots() if s.run == "b"]
+        stays = {s.id for s in repository.snapshots() if s.run != "b" or s.tags or s.step == 1}
+        sizes = files(repository)
+        free = set().union(*(objects_of(repository, s) for s in repository.snapshots() if s.id in stays))
+        totals, seen = [], free
+        for snapshot in reversed(of_run):
+            seen = seen | objects_of(repository, snapshot)
+            totals.append(sum(sizes[key] for key in seen - free))
+        size = rng.choice([*totals, max(1, rng.choice(totals) - 1), rng.randrange(1, totals[-1])])
+        most = max([count for count, total in enumerate(totals, 1) if total <= size], default=1)
+        result = repository.forget([KeepBytes(size), KeepSteps([1])], run="b")
+        expected = {s.id for s in of_run[-most:]} | (stays & {s.id for s in of_run})
+        assert {s.id for s, _ in result.kept} == expected
+        repository.gc()
+        left = files(repository)
+        assert sum(left[key] for key in left.keys() - free) == totals[most - 1]
+        assert repository.check(level="restore").ok
+
+
+def noted(read, keys):
+    """Return a method of a store that also notes the key of each read."""
+    return lambda key, *args, **more: (keys.append(key), read(key, *args, **more))[1]
+
+
+def test_keep_bytes_of_a_manager_bounds_the_files_and_reads_no_manifest(monkeypatch):
+    store = MemoryStore()
+    with Repository.create(store, chunk_bytes=1024, options=SaveOptions(threads=2)) as repository:
+        repository.save({"w": floats(9000, 0)}, run="other", step=0)
+        fixed, reads = sum(files(repository).values()), []
+        for name in ("get", "get_range"):
+            monkeypatch.setattr(store, name, noted(getattr(store, name), reads))
+        with SnapshotManager(repository, run="r", keep=KeepBytes(200_000)) as snapshots:
+            for step in range(12):
+                reads.clear()
+                snapshots.save(step, {"w": floats(9000, step), "frozen": floats(9000, 100)})
+                snapshots.wait_until_finished()
+                read = [key for key in reads if key.startswith("manifests/")]
+                assert len(read) == (step == 0), "the first save of a run compares its seed with one"
+                taken = sum(files(repository).values()) - fixed
+                assert taken <= 200_000
+            assert snapshots.all_steps() == [9, 10, 11]
+            assert taken > 140_000
+    with Repository.open(store) as again:
+        assert again.policies("r") == [KeepBytes(200_000)]
+
+
+def test_forget_to_free_takes_first_what_keep_bytes_would_not_keep():
+    with made() as repository:
+        for step in range(6):
+            repository.save({"w": floats(9000, step)}, run="r", step=step, full=True)
+        size = repository.du("snapshot").rows[0].freed_bytes
+        repository.set_policies("r", [KeepSteps([0]), KeepBytes(2 * size + size // 2)])
+        result = repository.forget_to_free(3 * size + size // 2, dry_run=True)
+        assert [s.step for s in result.forgotten] == [1, 2, 3, 4]

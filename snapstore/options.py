@@ -38,6 +38,8 @@ class SaveOptions:
             in planes or, if few changed, as these. "xor": the XOR of its bytes, in planes. "auto": the one that stores
             fewer bytes in our measurements, which is "difference" for every dtype (docs/design/sparse-deltas.md).
             "none": new chunks are stored full; chunks that do not change are still stored once.
+        share_runs: whether the first save of a run without a parent looks for its chunks in the newest snapshots of
+            other runs. False: if other writers of the repository are not trusted (docs/s3.md).
     """
 
     restore_cost: float = DEFAULT_RESTORE_COST
@@ -46,6 +48,7 @@ class SaveOptions:
     codec: Literal["portable", "ans", "auto"] = "portable"
     verify_writes: Literal["off", "sample", "full"] = "sample"
     delta: Literal["auto", "difference", "xor", "none"] = "auto"
+    share_runs: bool = True
 
     def __post_init__(self) -> None:
         for name, value in (("pack_bytes", self.pack_bytes), ("threads", self.threads)):
@@ -55,6 +58,8 @@ class SaveOptions:
             raise InvalidInputError(f"restore_cost {quoted(self.restore_cost)}: expected 1.0 to {MAX_RESTORE_COST}")
         if not 4096 <= self.pack_bytes <= 1024**3:
             raise InvalidInputError(f"pack_bytes {quoted(self.pack_bytes)}: expected 4 KiB to 1 GiB")
+        if type(self.share_runs) is not bool:
+            raise InvalidInputError(f"share_runs {quoted(self.share_runs)}: expected a bool")
         check_choice("codec", self.codec, (*CODECS, "auto"))
         check_choice("delta", self.delta, ("auto", "difference", "xor", "none"))
         check_choice("verify_writes", self.verify_writes, ("off", "sample", "full"))

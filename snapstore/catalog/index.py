@@ -43,7 +43,16 @@ from ..threads import Threads
 from .damage_marks import DamageMarks
 from .history import View
 from .lmdb_file import Environment, folder_for, temporary_folder
-from .record_listing import JUST_MADE, KnownRecord, KnownRecords, copied, list_ruling, packed, repeated_ids
+from .record_listing import (
+    JUST_MADE,
+    KnownRecord,
+    KnownRecords,
+    copied,
+    list_ruling,
+    newest_of_runs,
+    packed,
+    repeated_ids,
+)
 
 #: LMDB's map is fixed and sparse, since growing one online is error-prone. A thousand snapshots take about 10 MB, so
 #: this is enough for a hundred thousand; an index that does not fit is dropped and built again.
@@ -269,6 +278,27 @@ class Index:
         """Raise StorageError unless the store can be read: listings may succeed although reads fail."""
         with suppress(*DAMAGE):
             self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
+
+    def newest_elsewhere(self, run: str, most: int) -> Iterator[Snapshot]:
+        """Yield the newest committed snapshot, by its step, of at most `most` other runs; that put last comes first.
+
+        One listing shows the records, and those that are not cached are read. One that is missed costs only space.
+
+        Raises:
+            StorageError: the listing failed, or a record cannot be read.
+            FormatError, IntegrityError, NotFoundError: a record is damaged or missing.
+        """
+        for infos in newest_of_runs(self._store.list(records_prefix(None)), run)[:most]:
+            for info in infos:
+                known = self._records.get(info.key)
+                if known is not None and known.is_listed_as(info):
+                    snapshot = copied(known.snapshot)
+                else:
+                    data = self._store.get(info.key, limit_bytes=records.MAX_OBJECT_BYTES)
+                    snapshot = records.decode(data, Snapshot, info.key)
+                if snapshot.state == records.COMMITTED:
+                    yield snapshot
+                    break
 
     def some_keys(self, count: int = 4) -> list[str]:
         """Return the keys of the `count` records that were cached last."""

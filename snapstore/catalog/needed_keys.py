@@ -6,7 +6,7 @@ names its children, one manifest a rank, and all of their packs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..errors import SnapstoreError
 from ..format import records
@@ -33,14 +33,16 @@ def all_needed_keys(
 ) -> Iterator[tuple[Snapshot, set[str] | SnapstoreError]]:
     """Yield every snapshot with its `needed_keys`, or with the error of a manifest. Headers are read in parallel."""
     for snapshot, headers in _all_headers(index, snapshots):
-        if isinstance(headers, SnapstoreError):
-            yield snapshot, headers
-            continue
-        keys = set(snapshot.named_keys)
-        for header in headers:
-            keys.update(child.key for child in header.children)
-            keys.update(map(pack_key, header.pack_names))
-        yield snapshot, keys
+        yield snapshot, headers if isinstance(headers, SnapstoreError) else keys_of(snapshot, headers)
+
+
+def keys_of(snapshot: Snapshot, headers: Iterable[ManifestHeader]) -> set[str]:
+    """Return the keys that a record names, and those that the headers of its manifests name."""
+    keys = set(snapshot.named_keys)
+    for header in headers:
+        keys.update(child.key for child in header.children)
+        keys.update(map(pack_key, header.pack_names))
+    return keys
 
 
 def needed_sizes(index: Index, snapshots: Sequence[Snapshot]) -> dict[str, dict[str, int]]:

@@ -76,6 +76,26 @@ def list_ruling(
     return {key: news for _, key, news in highest.values()}, known.keys() - described - key_only
 
 
+def newest_of_runs(infos: Iterable[ObjectInfo], but: str) -> list[list[ObjectInfo]]:
+    """Return for each run but one the ruling records of its two highest steps, the highest first.
+
+    The run whose record was put last comes first. There are two, since a killed save leaves an aborted record.
+    """
+    ruling: dict[str, tuple[int, ObjectInfo]] = {}
+    for info in infos:
+        parsed = parse_record_key(info.key)
+        if parsed is not None and parsed[0] not in (but, UNKNOWN_RUN):
+            name = name_of_record(info.key)
+            if name not in ruling or parsed[3] > ruling[name][0]:
+                ruling[name] = parsed[3], info
+    runs: dict[str, list[ObjectInfo]] = {}
+    for name in sorted(ruling, key=lambda name: (name.rpartition("-")[0], ruling[name][1].modified_s), reverse=True):
+        of_run = runs.setdefault(name.split("/")[1], [])
+        if len(of_run) < 2:
+            of_run.append(ruling[name][1])
+    return sorted(runs.values(), key=lambda of_run: of_run[0].modified_s, reverse=True)
+
+
 def repeated_ids(store: ObjectStore, ruling: Collection[str]) -> dict[str, str]:
     """Return `later_snapshots` of a store, given the keys of the ruling records; list all records if an id repeats."""
     if len({_id(key) for key in ruling}) == len(ruling):

@@ -190,6 +190,7 @@ class CopySession(SaveSession):
         self._is_of_run = all(s.run == there.run for s in known)
         self.parent = source.parent if before.get(source.parent or "") is not None else None
         self.usable_bases: list[Snapshot] = []
+        self.others, self.manifests = set(), {}
         self.seq, self._trusted = 0, source.unproven  # a copy without verification builds on others of its source
 
     def _look(self) -> None:

@@ -275,7 +275,8 @@ class SnapstoreWriter(Target, StorageWriter, AsyncStager):
         session = self._open_session(request, shared=len(plans) > 1)
         try:
             bases = [snapshot.key for snapshot in session.usable_bases]
-            begin = Begin(session.id, step, bases, full=False, quarantine=bool(session.quarantined))
+            quarantine, others = bool(session.quarantined), len(session.others)
+            begin = Begin(session.id, step, bases, full=False, quarantine=quarantine, others=others)
             self._first = wanted_trees(planned)
             wanted = set(range(len(plans))) if self._details else self._first
             common = (self._details, repository.config.digest_seed, self._saver.replicas)

@@ -65,6 +65,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
         full: store no chains of deltas.
         quarantine: whether packs are in quarantine; then each rank lists them itself.
         is_suspect: whether an attempt has failed since the last commit: then each rank posts `open`.
+        others: how many of the last bases are snapshots of other runs, which give equal chunks alone.
     """
 
     id: Id
@@ -73,6 +74,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
     full: bool
     quarantine: bool
     is_suspect: bool = False
+    others: int = 0
 
 
 class Ref(msgspec.Struct, frozen=True, array_like=True):

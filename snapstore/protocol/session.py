@@ -16,12 +16,14 @@ import msgspec
 
 from ..catalog.config import is_foreign
 from ..catalog.history import View
-from ..catalog.needed_keys import needed_keys
+from ..catalog.needed_keys import keys_of, needed_keys
 from ..context import Context
-from ..errors import DAMAGE, FormatError, IntegrityError, StorageError
+from ..errors import DAMAGE, CapabilityError, FormatError, IntegrityError, StorageError
 from ..format import records
 from ..format.keys import record_key
-from ..format.records import COMMITTED, MadeFor, Snapshot
+from ..format.manifests import manifest
+from ..format.manifests.manifest import Manifest
+from ..format.records import COMMITTED, MadeFor, ManifestRef, Snapshot
 from ..text import log
 from .claim import Claim, Putter
 from .liveness import aborted
@@ -29,6 +31,9 @@ from .same_repository import confirmed
 
 #: The command that proves the snapshots that were copied without verification.
 PROVE = "snapstore repair --level restore --apply"
+#: The first save of a run reads at most so many manifests of other runs; of each snapshot only those that hold at least
+#: one byte in SMALL_PART of its state.
+MOST_MANIFESTS, SMALL_PART = 8, 64
 #: Ids of the last saves that this process has begun.
 _begun: deque[str] = deque(maxlen=256)
 
@@ -45,6 +50,8 @@ class SaveSession(Claim):
         id: of the snapshot to commit.
         parent: id of the parent; None: the newest of the run.
         usable_bases: the snapshots that this save may reference, best first.
+        others: ids of those that are only looked through for equal chunks: snapshots of other runs.
+        manifests: of these that were read, by SHA-256.
     """
 
     _last: str | None = None
@@ -67,6 +74,8 @@ class SaveSession(Claim):
         self._first_seq = first_seq
         _begun.append(self.id)
         self.usable_bases: list[Snapshot] = []
+        self.others: set[str] = set()
+        self.manifests: dict[str, Manifest] = {}
         self.seq = 0
 
     def _look(self) -> None:
@@ -83,6 +92,8 @@ class SaveSession(Claim):
         self._warn_of_others(view)
         self._choose(view, marked)
         self.seq = view.next_seq(self.run, self._first_seq)
+        if self.parent is None and not self._also and marked is not None and self._context.options.share_runs:
+            self._choose_others(marked)
         if not self.usable_bases:
             self._compare_seed()
 
@@ -142,6 +153,27 @@ class SaveSession(Claim):
             except (*DAMAGE, StorageError) as error:
                 log.warning("run=%s base %s cannot be read and is not used: %s", self.run, snapshot.ref, error)
 
+    def _choose_others(self, marked: set[str]) -> None:
+        """Let the newest snapshots of other runs be bases of a run without a snapshot, for equal chunks alone.
+
+        The rules of `_choose` hold. A manifest is read whole: its header names the objects that no mark may name.
+        """
+        left = MOST_MANIFESTS
+        try:
+            for snapshot in self._index.newest_elsewhere(self.run, MOST_MANIFESTS):
+                wanted = [ref for ref in main_manifests(snapshot) if ref.sha256 not in self.manifests]
+                if snapshot.unproven or self._index.marks.why(snapshot) or len(wanted) > left:
+                    continue
+                left -= len(wanted)
+                self.manifests |= {ref.sha256: manifest.read(self.store, ref, None) for ref in wanted}
+                headers = [self.manifests[ref.sha256].header for ref in main_manifests(snapshot)]
+                has_seed = all(header.digest_seed == self._context.config.digest_seed for header in headers)
+                if has_seed and marked.isdisjoint(keys_of(snapshot, headers)):
+                    self.usable_bases.append(snapshot)
+                    self.others.add(snapshot.id)
+        except (*DAMAGE, StorageError, CapabilityError) as error:
+            log.info("run=%s no further snapshot of another run is looked through: %s", self.run, error)
+
     def commit(self, **fields: Any) -> Snapshot:
         """Create the record; see `publish` for what it raises."""
         snapshot = Snapshot(
@@ -160,6 +192,11 @@ class SaveSession(Claim):
         return msgspec.structs.replace(aborted(self.run, self.step, self.id, reason), seq=self.seq, created=0.0)
 
 
+def main_manifests(snapshot: Snapshot) -> list[ManifestRef]:
+    """Return the manifests of a snapshot that the first save of another run looks through."""
+    return [ref for ref in snapshot.manifests if ref.logical_bytes * SMALL_PART >= snapshot.logical_bytes]
+
+
 class SharedSession(Putter):
     """A rank's part in the session of its job, which rank 0 holds. A writer uses it as it uses a `SaveSession`.
 
@@ -169,6 +206,7 @@ class SharedSession(Putter):
     Args:
         snapshot_id, step: of the save that rank 0 has begun.
         bases: the snapshots that it may build on; rank 0 has looked at the marks.
+        others: ids of those that are only looked through for equal chunks.
         watch: called with every heartbeat; raises once rank 0 has given the save up.
 
     Attributes:
@@ -182,10 +220,12 @@ class SharedSession(Putter):
         step: int,
         snapshot_id: str,
         bases: list[Snapshot],
+        others: set[str],
         watch: Callable[[], object],
     ) -> None:
         super().__init__(context, "save", snapshot_id, MadeFor(bytes.fromhex(snapshot_id), 0))
         self.run, self.step, self.usable_bases, self.watch = run, step, bases, watch
+        self.others, self.manifests = others, dict[str, Manifest]()
 
     def __enter__(self) -> Self:
         """Pin the place of the repository, as rank 0's session does on its host."""

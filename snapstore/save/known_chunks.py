@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ from ..format.manifests.chunk_table import ChunkTable
 from ..format.manifests.delta_choice import ChainCosts
 from ..format.manifests.manifest import Manifest, TensorEntry
 from ..format.records import MAX_COUNTED, ManifestRef, Snapshot
-from ..protocol.session import SaveSession, SharedSession
+from ..protocol.session import MOST_MANIFESTS, SaveSession, SharedSession, main_manifests
 from ..state.values.containers import Path, display
 from ..storage.base import ObjectStore
 from ..text import counted, log
@@ -65,10 +66,11 @@ AnySession = SaveSession | SharedSession
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Base:
-    """One snapshot that a save may build on."""
+    """One snapshot that a save may build on; `is_other`: it is looked through for equal chunks alone."""
 
     snapshot: Snapshot
     manifests: Sequence[Manifest]
+    is_other: bool = False
 
 
 class Bases:
@@ -80,7 +82,7 @@ class Bases:
 
     Attributes:
         snapshots: the base snapshots.
-        snapshot: the first of them, whose bytes staging may still keep.
+        snapshot: the first of them, whose bytes staging may still keep; None if it is one of another run.
         table: the chunks of all base snapshots, and then older chunks of their chains, which are the bases of skips;
             `ref_packs` counts in `packs`.
         count: how many of the chunks the base snapshots hold.
@@ -97,11 +99,12 @@ class Bases:
         self.packs: list[str] = []
         self.pack_sizes: list[int] = []
         self.snapshots = [base.snapshot for base in bases]
-        self.snapshot = self.snapshots[0] if bases else None
+        self.snapshot = self.snapshots[0] if bases and not bases[0].is_other else None
         self.manifests = [m for base in bases for m in base.manifests]
         self.generation = next_generation(self.snapshots)
         # most tensors have one: no list for the garbage collector
         self._places: dict[BoxPlace, _BoxChunks | list[_BoxChunks]] = {}
+        self._ends: list[int] = []  # of the rows of each base
         known: dict[str, int] = {}
         tables: list[ChunkTable] = []
         rows, numbers = 0, [np.empty(0, np.int64)]
@@ -109,13 +112,15 @@ class Bases:
             for m in (m for m in base.manifests if len(m.table)):
                 tables.append(self._adopt(m, known))
                 numbers.append(np.arange(len(m.table)))
-                for entry in m.tensors:
+                for entry in m.tensors if not base.is_other else ():
                     self._note_boxes(m, entry, rows, in_first_base=i == 0)
                 rows += len(m.table)
+            self._ends.append(rows)
+        self._needed = sum(not base.is_other for base in bases)
         self.table, self.count = ChunkTable.concatenate(tables), rows
         self.skips = np.full(rows, -1, np.int64)
         self.costs = ChainCosts(self.table)
-        if restore_cost is not None and rows:
+        if restore_cost is not None and rows and self.snapshot is not None:
             chosen, refs = self.costs.skips(restore_cost, np.concatenate(numbers))
             if len(chosen):
                 self.skips[chosen] = rows + np.arange(len(chosen))
@@ -175,6 +180,11 @@ class Bases:
         # Two different digests have equal halves by a chance of 2^-64. Such a chunk is stored again: that is correct.
         return np.where((self.table.digests[rows] == digests).all(axis=1), rows, -1)
 
+    def built_on(self, rows: Column) -> list[Snapshot]:
+        """Return the snapshots that a save builds on which refers to `rows`: those of other runs only if it does."""
+        used = set(np.searchsorted(self._ends, np.unique(rows[rows >= 0]), side="right").tolist())
+        return [one for number, one in enumerate(self.snapshots) if number < self._needed or number in used]
+
     def first_row(self, place: BoxPlace) -> tuple[int, bool]:
         """Return the row of the first chunk of the tensor at `place`, and whether the first base has it.
 
@@ -218,7 +228,8 @@ def load_bases(
     """Return the chunks that a save may reference, from the base snapshots that its session allows.
 
     A base whose manifests cannot be read is left out. So is a base with another chunk size: a repair may have
-    reconstructed a config without knowing the size. Chunks in damaged packs are not used.
+    reconstructed a config without knowing the size. Chunks in damaged packs are not used. At most MOST_MANIFESTS
+    manifests of other runs' snapshots are read.
 
     Args:
         cached: manifests in memory, by SHA-256.
@@ -231,26 +242,38 @@ def load_bases(
     config = context.config
 
     def read(ref: ManifestRef) -> Manifest:
-        return cached.get(ref.sha256) or manifest.read(context.store, ref, None)
+        known = session.manifests.get(ref.sha256) or cached.get(ref.sha256)
+        return known or manifest.read(context.store, ref, None)
+
+    others = [snapshot for snapshot in session.usable_bases if snapshot.id in session.others]
+    left = MOST_MANIFESTS - len({ref.sha256 for snapshot in others for ref in main_manifests(snapshot)})
+
+    def children_of(root: Manifest, *, is_other: bool) -> Iterator[tuple[ManifestRef, Manifest]]:
+        nonlocal left
+        found = near.children(root, read) if near else ((of, read(of)) for of in root.header.children)
+        for one in islice(found, left) if is_other else found:
+            left -= is_other
+            yield one
 
     def readable() -> Iterator[Base]:
         for snapshot in session.usable_bases:
             found: list[tuple[ManifestRef, Manifest]] = []
+            is_other = snapshot.id in session.others
             if near and (own := near.own(snapshot)):  # in memory: not even the roots are read
                 yield Base(snapshot, own)
                 continue
             try:
-                for ref in snapshot.manifests:
+                for ref in main_manifests(snapshot) if is_other else snapshot.manifests:
                     root = read(ref)
                     found.append((ref, root))
-                    found += near.children(root, read) if near else ((of, read(of)) for of in root.header.children)
+                    found += children_of(root, is_other=is_other)
             except (*DAMAGE, StorageError) as error:
                 log.warning("run=%s base %s cannot be used: %s", session.run, snapshot.ref, error)
                 continue
             for ref, m in found:
                 manifest.check_seed(m.header, config.digest_seed, f"base {snapshot.ref}: {ref.key}")
             if all(m.header.chunk_bytes == config.chunk_bytes for _, m in found):
-                yield Base(snapshot, [m for _, m in found])
+                yield Base(snapshot, [m for _, m in found], is_other)
 
     bases = list(readable())
     return Bases(bases, _damaged_packs(context.store, session, bases), context.options.restore_cost)

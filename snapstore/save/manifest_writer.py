@@ -26,7 +26,7 @@ from ..format.manifests import box_map, manifest
 from ..format.manifests.chunk_table import ChunkTable
 from ..format.manifests.manifest import Box, Manifest, ManifestContents, TensorEntry
 from ..format.manifests.tensor_layout import check_ties
-from ..format.records import PARAMETER_SHAPES, RANKS, ManifestList, ManifestRef
+from ..format.records import PARAMETER_SHAPES, RANKS, ManifestList, ManifestRef, Snapshot
 from ..state.tree.encode import has_parameters, pack
 from ..state.values.arrays import as_bytes
 from ..state.values.tensors import DimOrder, Node, TensorSpec
@@ -53,6 +53,7 @@ class Written:
         manifest_list: SHA-256 of the list of `manifests`, if some belong to another snapshot.
         depth: of the longest chain of deltas.
         sizes: of every object put, by key [bytes].
+        built_on: the snapshots that it builds on, best first.
     """
 
     manifests: list[ManifestRef] = field(default_factory=list)
@@ -65,16 +66,15 @@ class Written:
     new_chunks: int = 0
     depth: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
-    bases: Bases = field(default_factory=Bases)
+    built_on: list[Snapshot] = field(default_factory=list)
 
     @classmethod
     def of_chunks(cls, chunks: ChunkWriter) -> Written:
         """Return the packs that a finished ChunkWriter has put, and its counts."""
         sizes = dict(zip(map(pack_key, chunks.packs.names), chunks.packs.sizes, strict=True))
         stored_bytes, new_chunks = sum(sizes.values()), chunks.new_chunks
-        return cls(
-            stored_bytes=stored_bytes, chunks=chunks.rows, new_chunks=new_chunks, sizes=sizes, bases=chunks.bases
-        )
+        built_on = chunks.bases.built_on(Rows.concatenate(chunks.done).base_rows)
+        return cls(stored_bytes=stored_bytes, chunks=chunks.rows, new_chunks=new_chunks, sizes=sizes, built_on=built_on)
 
     @property
     def manifests_by_name(self) -> dict[str, Manifest]:

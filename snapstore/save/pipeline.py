@@ -93,7 +93,7 @@ class _Attempts:
                         bases = load_bases(context, session, self._lineage.cached_manifests())
                         written = write(context, session, self._inputs, bases, full=request.full, staging=staging)
                         request.before_commit()
-                        snapshot = commit(session, request, written, written.bases.snapshots)
+                        snapshot = commit(session, request, written, written.built_on)
                 except Exception:
                     if session.written:
                         self._failed.append(session)

@@ -238,6 +238,8 @@ def _tag(repository: Repository) -> None:
 
 VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] = {
     "first save": (created, lambda r: save(r, "a", 0, 0)),
+    "first save of another run": (history, lambda r: save(r, "c", 0, 3)),
+    "first save of another run, marked": (marked, lambda r: save(r, "c", 0, 3)),
     "delta save": (history, lambda r: save(r, "a", 4, 4)),
     "skip save": (longer, lambda r: save(r, "a", 5, 61)),
     "step again": (history, lambda r: save(r, "a", 2, 12)),
@@ -279,6 +281,8 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
 MAY_FORGET = {"forget", "forget and gc", "forget, ranks"}
 MAY_ADD = {
     "first save",
+    "first save of another run",
+    "first save of another run, marked",
     "delta save",
     "skip save",
     "step again",
@@ -356,6 +360,8 @@ ALIKE = {
     "step again",
     "tagged",
     "fork",
+    "first save of another run",
+    "first save of another run, marked",
     "save, marked",
     "forget and gc",
     "gc, unmarked",
@@ -369,6 +375,13 @@ ALIKE = {
     "unchanged save",
     "gc, shared",
 }
+
+
+@pytest.mark.parametrize("verb", ["first save of another run", "first save of another run, marked"])
+def test_the_first_save_shares_with_another_run(verb):
+    prepare, act = VERBS[verb]
+    with opened(clone(prepare())) as repository:
+        assert act(repository).bases == [repository.snapshot("a@3").id]
 
 
 def test_the_skip_save_skips():

@@ -61,6 +61,7 @@ def test_random_schedules(first, actors):
             "S": several(saving("a", 10, 10), saving("a", 11, 11)),
             "T": several(saving("a", 20, 20, parent=random.choice((None, "a@0"))), saving("b", 1, 51)),
             "F": several(forgetting("a@0"), unforgetting("a@0"), unforgetting("a@1"), forgetting("a@2"), forgetting()),
+            "N": several(saving("n", 0, random.choice((2, 50)))),  # shares chunks with a@2 or b@0
             "G": several(gc, gc),
             "H": several(gc),
         }
@@ -75,24 +76,26 @@ def test_random_schedules(first, actors):
 # --- all schedules with few stops ------------------------------------------------------------------------------------
 
 #: The actors on `doomed`. S builds on a@2, which is being swept, if U has brought it back. T builds on b@0, which F
-#: forgets. R stores the same bytes that are being swept. H fences each session that is in the middle of a save.
+#: forgets. R stores the same bytes that are being swept. N, the
+#: first save of its run, shares chunks with b@0. H fences each session that is in the middle of a save.
 CAST: dict[str, Body] = {
     "S": saving("a", 3, 3),
     "T": saving("b", 1, 51),
     "R": saving("c", 1, 7),
+    "N": saving("n", 0, 50),
     "F": forgetting("b@0"),
     "U": unforgetting("a@2"),
     "G": collecting(),
     "H": collecting(0.0),
     "E": several(forgetting("a@2")),  # again
 }
-ALL = [name for name in CAST if name != "E"]
+ALL = [name for name in CAST if name not in "EN"]
 #: If one of these stops while others of them run whole, every run tries all steps in all orders, not a sample.
 WHOLE = {"T", "F", "G"}
 #: No actor is stopped before these: their effect and their result do not depend on what others do meanwhile.
 APART, FIXED = ("sync", "clean"), ("config", "snapshots/")
 #: The snapshot that each actor commits or brings back, if it ends without an error.
-MADE = {"S": "a@3", "T": "b@1", "R": "c@1", "U": "a@2"}
+MADE = {"S": "a@3", "T": "b@1", "R": "c@1", "N": "n@0", "U": "a@2"}
 
 
 @cache
@@ -133,7 +136,7 @@ def play(actors: list[Actor], *parts: tuple[str, int | None]) -> set[str]:
         may: tuple[type[Exception], ...] = ()
         if name == "U" and playing.keys() & {"G", "H"}:
             may = (ConflictError, NotFoundError)  # it was swept before, or just then
-        elif name in "STR" and "H" in playing:
+        elif name in "STRN" and "H" in playing:
             may = (ConflictError,)  # it was fenced
         assert actor.error is None or isinstance(actor.error, may), f"{about}: {name}: {actor.error!r}"
     wanted = {MADE[name] for name, actor in playing.items() if name in MADE and actor.error is None}
@@ -172,7 +175,8 @@ def test_the_cast_does_what_is_said_of_it(actors):
     new = [key for key in keys_of(stage.store, "packs/") if key not in old]
     assert new
     assert {stage.store.get(key)[pack.HEADER.size :] for key in new} <= {*old.values()}
-    assert CAST["T"](stage.store).bases
+    first = CAST["N"](clone(stage.store))
+    assert first.bases == CAST["T"](stage.store).bases != []
     assert CAST["U"](stage.store).ref == "a@2"
     saver = stage.enter("S", CAST["S"]).until("put", "snapshots/")
     CAST["E"](stage.store)
@@ -217,6 +221,27 @@ def test_a_base_comes_back_and_goes_again_beside_a_gc(between, actors):
             parts = [("G", steps), *((name, None) for name in between), ("S", more), ("E", None)]
             stopped = play(actors, *parts, ("G", None), ("S", None))
             if len(stopped) < 2:
+                break
+        if "G" not in stopped:
+            break
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("others", ["FG", "GF", "FGG", "FH", "FGU"])
+def test_the_base_of_a_first_save_goes(others, actors):
+    """N stops; b@0, with which it shares chunks, is forgotten, and a gc runs before N goes on."""
+    for steps in stops("N", others, 8):
+        if not play(actors, ("N", steps), *((name, None) for name in others), ("N", None)):
+            break
+
+
+@pytest.mark.no_cover
+def test_a_first_save_begins_in_a_gc(actors):
+    """b@0 is forgotten, and G stops; N begins and stops, or ends, before G goes on."""
+    for steps in stops("G", "N", 8):
+        stopped = play(actors, ("F", None), ("G", steps), ("N", None), ("G", None))
+        for more in stops("N", ("G", steps)):
+            if len(play(actors, ("F", 3), ("G", steps), ("N", more), *((name, None) for name in "FGN"))) < 2:
                 break
         if "G" not in stopped:
             break

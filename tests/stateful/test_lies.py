@@ -124,7 +124,7 @@ def beside_a_rewrite(verb: str, *, given_up: bool) -> Callable[[World], None]:
     return scenario
 
 
-def of_what_a_gc_wants(world: World) -> None:
+def of_what_a_gc_wants(world: World, run: str = "a", step: int = 4, version: int = 4) -> None:
     """A save beside a gc that has listed sessions; its base is brought back, and forgotten once more."""
     with opened(world.store) as repository:
         repository.forget_snapshots(["a@3"], force=True)
@@ -137,7 +137,7 @@ def of_what_a_gc_wants(world: World) -> None:
     gc.step()
     with opened(world.store) as repository:
         repository.unforget("a@3")
-    liar = world.enter("save", saving("a", 4, 4), store=world.liar)
+    liar = world.enter("save", saving(run, step, version), store=world.liar)
     while not liar.ended and liar.at[0:2] != ("put", _record_of(liar)):
         liar.step()
     with opened(world.store) as repository:
@@ -255,6 +255,8 @@ SCENARIOS: dict[str, tuple[Callable[[], MemoryStore], Callable[[World], None]]] 
     "gc, unmarked": (unmarked, verb(lambda r: r.gc())),
     "gc, warm": (forgotten, warm(lambda r: r.gc())),
     "first save": (created, verb(lambda r: save(r, "a", 0, 0))),
+    "first save of another run": (history, verb(lambda r: save(r, "c", 0, 3))),
+    "first save of what a gc wants": (history, lambda world: of_what_a_gc_wants(world, "c", 0, 3)),
     "save": (history, verb(lambda r: save(r, "a", 4, 4))),
     "save, warm": (history, warm(lambda r: save(r, "a", 5, 5))),
     "save, outdated": (history, outdated(lambda r: save(r, "a", 4, 4), "a")),

@@ -793,7 +793,8 @@ def test_a_blob_is_not_taken_for_its_duplicate_by_its_name(verb, monkeypatch):
             source[7] ^= 4
         return real(source, *rest, **options)
 
-    store, options = MemoryStore(), dataclasses.replace(OPTIONS, pack_bytes=2**20, verify_writes="off")
+    store = MemoryStore()
+    options = dataclasses.replace(OPTIONS, pack_bytes=2**20, verify_writes="off", share_runs=False)
     Repository.create(store, chunk_bytes=4096).close()
     with Repository.open(store, options=options) as repo:
         with monkeypatch.context() as patch:

@@ -68,7 +68,13 @@ def test_a_save_lists_only_its_run(store):
         save(repository, "a", 5, 5, tags=["best"])
         assert set(listed(store)) == {"snapshots/a/"}
         save(repository, "c", 0, 0)
-        assert listed(store) == ["snapshots/c/"] * 2, "also the first save of a run"
+        assert listed(store) == ["snapshots/c/"] * 2 + ["snapshots/"], "the first save of a run looks for its chunks"
+        save(repository, "c", 1, 1)
+        save(repository, "d", 0, 0, parent="c@0")
+        assert listed(store)[:2] == ["snapshots/c/"] * 2
+        with Repository.open(store, options=replace(OPTIONS, share_runs=False)) as alone:
+            save(alone, "e", 0, 0)
+        assert listed(store) == ["snapshots/e/"] * 2
     check_clean(store)
 
 
@@ -365,6 +371,10 @@ def test_a_first_save_beside_a_foreign_config_is_refused_though_no_record_is_rea
     store.put("config", records.encode(foreign))
     store.log.clear()
     with opened(store) as repository, pytest.raises(FormatError, match="have different digest seeds"):
+        save(repository, "new", 0, 0)
+    store.log.clear()
+    options = replace(OPTIONS, share_runs=False)
+    with Repository.open(store, options=options) as repository, pytest.raises(FormatError, match="digest seeds"):
         save(repository, "new", 0, 0)
     assert not [key for operation, key in store.log if operation == "get" and key.startswith("snapshots/")]
 

@@ -20,7 +20,7 @@ from kit.faults import one_thread
 from kit.objects import clone, keys_of, replace
 from kit.rank_saves import sharded
 from kit.repositories import check_clean, created, opened, same, save, snapshot_of, values
-from snapstore import IntegrityError, KeepLast, PerRank, Repository, SnapstoreError, StorageError
+from snapstore import IntegrityError, KeepLast, PerRank, Repository, SaveOptions, SnapstoreError, StorageError
 from snapstore.catalog.index import Index
 from snapstore.format import records
 from snapstore.format.keys import manifest_key
@@ -467,7 +467,7 @@ def test_a_record_that_is_lost_comes_back_though_others_name_its_manifests(store
 
 
 def test_a_damaged_pack_is_healed_for_all_that_share(store):
-    with opened(store) as repository:
+    with Repository.open(store, options=SaveOptions(threads=1, share_runs=False)) as repository:
         repository.save(values("a", 0), run="twin", step=0, metadata=["a", 0])
         for ref in ("a@0", "a@1", "a@2"):
             repository.context.index.header(repository.snapshot(ref).manifests[1])

@@ -170,7 +170,7 @@ def measure(
         for rank in refs:
             data = child_of(job, rank, part, save_id, context.engines.digest_seed, pack_bytes)
             if rank == 0:
-                own.add(SharedSession(context, "bench", 0, save_id, [], lambda: None), data, ())
+                own.add(SharedSession(context, "bench", 0, save_id, [], set(), lambda: None), data, ())
             refs[rank].append(manifest.ref_of(data))
             context.store.put(refs[rank][-1].key, data)
             written_bytes += len(data)

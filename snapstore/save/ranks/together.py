@@ -196,7 +196,8 @@ class _Save:
         session.shared, request.is_open = ranks.count > 1, not request.is_suspect or ranks.count == 1
         request.look_open = partial(self._job.look_open, self._number)
         bases = [snapshot.key for snapshot in session.usable_bases]
-        begin = Begin(session.id, request.step, bases, request.full, bool(session.quarantined), request.is_suspect)
+        quarantine, others = bool(session.quarantined), len(session.others)
+        begin = Begin(session.id, request.step, bases, request.full, quarantine, request.is_suspect, others)
         ranks.post(self._key("begin"), encode(begin))
         reports = {0: self._data.write(session, begin)} | self._collect(session)
         request.is_open = True
@@ -469,13 +470,15 @@ def shared_session(context: Context, run: str, begin: Begin, watch: Callable[[],
     Args:
         watch: raises once the save was given up.
     """
-    bases = []
-    for key in begin.bases:
+    bases, others = [], set()
+    for number, key in enumerate(begin.bases):
         try:
             bases.append(read_record(context, key))
+            if number >= len(begin.bases) - begin.others:
+                others.add(bases[-1].id)
         except (*DAMAGE, StorageError) as error:
             log.warning("run=%s base %s cannot be used: %s", run, key, error)
-    session = SharedSession(context, run, begin.step, begin.id, bases, watch)
+    session = SharedSession(context, run, begin.step, begin.id, bases, others, watch)
     session.quarantined = context.index.marks.packs()
     if begin.quarantine:
         session.quarantined |= quarantined_names([info.key for info in context.store.list("gc/")])

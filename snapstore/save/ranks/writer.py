@@ -176,7 +176,7 @@ def _without_order(node: Node) -> Node:
 def report_of(begin: Begin, written: Written, **told: Any) -> Report:
     """Return the report of the objects that a rank has written; `told`: the other fields of the report."""
     ids = [key.rpartition("-")[2].partition(".")[0] for key in begin.bases]
-    used = {base.id for base in written.bases.snapshots}
+    used = {base.id for base in written.built_on}
     return Report(
         step=begin.step,
         manifests=[Ref.of(ref) for ref in written.manifests],

@@ -285,20 +285,25 @@ class Index:
         One listing shows the records, and those that are not cached are read. One that is missed costs only space.
 
         Raises:
-            StorageError: the listing failed, or a record cannot be read.
-            FormatError, IntegrityError, NotFoundError: a record is damaged or missing.
+            StorageError: the listing failed, or the store cannot be read at all.
         """
         for infos in newest_of_runs(self._store.list(records_prefix(None)), run)[:most]:
             for info in infos:
-                known = self._records.get(info.key)
-                if known is not None and known.is_listed_as(info):
-                    snapshot = copied(known.snapshot)
-                else:
-                    data = self._store.get(info.key, limit_bytes=records.MAX_OBJECT_BYTES)
-                    snapshot = records.decode(data, Snapshot, info.key)
-                if snapshot.state == records.COMMITTED:
+                snapshot = self._record_of(info)
+                if snapshot is not None and snapshot.state == records.COMMITTED:
                     yield snapshot
                     break
+
+    def _record_of(self, info: ObjectInfo) -> Snapshot | None:
+        """Return a listed record, cached or read; None if it is damaged, or cannot be read now."""
+        with self._lock:
+            pause, known = self._pauses.get(info.key), self._records.get(info.key)
+            if known is None or not known.is_listed_as(info):
+                if pause is not None and time.monotonic() < pause.until_s:
+                    return None
+                damaged, unread = self._read_records({info.key: info})
+                known = None if damaged or unread else self._records[info.key]
+            return copied(known.snapshot) if known else None
 
     def some_keys(self, count: int = 4) -> list[str]:
         """Return the keys of the `count` records that were cached last."""

@@ -7,7 +7,7 @@ In: the committed snapshots. Out: their next revisions (base.py), and a result. 
               full chunk may become a delta to the same place of the previous snapshot (compact_neighbours.py). Both
               happen only if they free more than they cost.
     packs     The packs with the largest dead share are emptied, until few bytes in all packs together are dead. Their
-              live blobs are copied unchanged.
+              live blobs are copied unchanged. Of blobs with equal bytes all but one count as dead: they are shared.
 
 First comes a plan over all snapshots (compact_plan.py), which takes the most profitable changes first. Then each
 snapshot is rewritten under a session of its own. Every chunk is rebuilt and compared with its digest before it is

@@ -1,7 +1,7 @@
 """Compact plan: find the bytes that compact could free, over all committed snapshots, and choose what pays.
 
 In: manifests; no pack is read here. Out: a plan: chunks to encode again, packs to empty. Memory grows with the number
-of different blobs (some 50 bytes each) and of chains that could be cut, not with the number of snapshots.
+of different blobs (some 70 bytes each) and of chains that could be cut, not with the number of snapshots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..arrays import Bytes, Column
 from ..catalog.history import View
 from ..catalog.read_twice import read_twice
 from ..errors import DAMAGE, FormatError
-from ..format.blobs.blob import ALIGNMENT, ENTRY
+from ..format.blobs.blob import ALIGNMENT, ENTRY, FULL
 from ..format.blobs.pack import HEADER, TRAILER
 from ..format.keys import pack_key
 from ..format.manifests import manifest
@@ -107,7 +107,7 @@ class CompactPlan:
         edges: the digests of `cuts`.
         deltas: the digests of full chunks that may become deltas to their neighbours.
         emptied: packs whose live blobs move.
-        moved, moved_bytes: number and stored bytes of these blobs.
+        moved, moved_bytes: number of these blobs without copies of others, and stored bytes of all of them.
         cost_bytes, gain_bytes: estimates: bytes to write, and by how many bytes the repository shrinks.
     """
 
@@ -166,11 +166,12 @@ class LiveBlobs:
         self._edges: dict[bytes, Edge] = {}
         self.full: list[tuple[Snapshot, ManifestRef, Column]] = []
         self.kept, self.heights = Digests(), Digests()
-        blobs, pinned = Numbers(), Numbers()
+        blobs, pinned, contents = Numbers(), Numbers(), Numbers()
         strays: list[tuple[Snapshot, ManifestRef]] = []
         for is_chosen, snapshot, ref, m in self._manifests():
             table, keys = m.table, self._keys_of(m)
             blobs.add(keys, table.ref_lengths)
+            contents.add(keys, np.where(table.ref_kinds == FULL, _contents_of(table), 0))
             heads = np.zeros(len(table.ref_kinds), bool)
             heads[table.starts[:-1]] = True
             seen = self.kept.add(table.ref_digests, heads)
@@ -185,7 +186,7 @@ class LiveBlobs:
             if not self.kept.has(table.ref_digests[~heads]).all():
                 strays.append((snapshot, ref))
         self._blobs, lengths = blobs.all()
-        self._lengths = lengths.astype(np.int64)
+        self._lengths, self._contents = lengths.astype(np.int64), contents.all()[1]
         self._pinned = pinned.numbers_of(self._blobs) > 0
         for snapshot, ref in strays:
             if (stray := self._tried(snapshot, ref)) is not None:
@@ -350,10 +351,12 @@ class LiveBlobs:
         plan.deltas = plan.cuts.keys() & self._deltas.keys()
         plan.edges = Digests(plan.cuts)
         left_bytes = max_bytes - plan.cost_bytes
-        live, packs = self._live(alive), self._packs[alive]
+        unique = self._without_copies(alive)
+        live, packs = self._live(unique), self._packs[unique]
         counts = np.bincount(packs, minlength=len(self._names))
+        written = np.bincount(packs, self._lengths[unique], len(self._names))
         dead = float((np.array(self._sizes) - live - _FRAME)[~self._stays].sum())
-        lengths = np.bincount(packs, self._lengths[alive], len(self._names))
+        lengths = np.bincount(self._packs[alive], self._lengths[alive], len(self._names))  # whether shared or not
         for _, _, number in self._worst(live):
             gain = self._sizes[number] - int(live[number])
             if dead <= MAX_DEAD_SHARE * live[~self._stays].sum():
@@ -365,9 +368,22 @@ class LiveBlobs:
             plan.emptied.add(self._names[number])
             plan.moved += int(counts[number])
             plan.moved_bytes += int(lengths[number])
+            plan.cost_bytes += int(written[number])
             plan.gain_bytes += gain
-        plan.cost_bytes += plan.moved_bytes
         return plan
+
+    def _without_copies(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Return the live blobs without all but one of those that hold the same chunk, full.
+
+        If the pack of such a copy is emptied, the copy is not moved: BlobRewriting shares the other blob, if their
+        bytes are equal. The one that counts lies in a pack that must stay, if one does, else in the oldest pack.
+        """
+        rows = np.flatnonzero(alive & (self._contents != 0) & ~self._stays[self._packs])
+        rows = rows[np.lexsort((rows, ~self._pinned[rows], self._contents[rows]))]
+        copies = rows[1:][self._contents[rows[1:]] == self._contents[rows[:-1]]]
+        unique = alive.copy()
+        unique[copies[~self._pinned[copies]]] = False
+        return unique
 
     def _live(self, alive: npt.NDArray[np.bool_]) -> Column:
         """Return the bytes that the live blobs of each pack need there."""
@@ -383,6 +399,12 @@ class LiveBlobs:
         numbers = np.flatnonzero(may)
         order = np.argsort(-(gain[numbers] / sizes[numbers]), kind="stable")
         return [(float(gain[n]), float(live[n]), n) for n in numbers[order].tolist()]
+
+
+def _contents_of(table: ChunkTable) -> Column:
+    """Return a number for each reference, equal for chunks of one digest and stored length; (m,) int64."""
+    halves = np.ascontiguousarray(table.ref_digests[:, :8]).view(np.int64).reshape(-1)
+    return np.asarray(halves ^ table.ref_lengths.astype(np.int64))
 
 
 #: Bytes of a pack besides its blobs.

@@ -159,7 +159,7 @@ def test_a_pack_that_comes_back_leaves_the_quarantine(store):
 
 def test_quarantine_stays_until_it_is_lifted(store):
     key = wound(store, "a@2", -1)
-    with opened(store) as found:
+    with Repository.open(store, options=dataclasses.replace(OPTIONS, share_runs=False)) as found:
         found.save(values("a", 2), run="twin", step=2, metadata=["a", 2])
         assert refs(found.repair(apply=True).healed) == {"a@2"}
         for _ in range(2):
@@ -525,7 +525,7 @@ def test_a_note_of_another_repair_stays(misbuilt, monkeypatch):
 def test_a_blob_that_only_claims_to_be_the_chunk_repairs_nothing(store):
     """The other copy of the chunk was encoded wrongly under the right digest: only a rebuild finds it."""
     data = np.random.default_rng(1).integers(0, 9, 8192, np.uint8)
-    options = SaveOptions(threads=1, pack_bytes=4096, restore_cost=1.0, verify_writes="off")
+    options = SaveOptions(threads=1, pack_bytes=4096, restore_cost=1.0, verify_writes="off", share_runs=False)
     with Repository.open(store, options=options) as found:
         found.save({"w": data}, run="c", step=0)
         with encoded_wrongly():

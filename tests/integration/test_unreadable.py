@@ -242,7 +242,7 @@ def test_an_outage_during_a_repair_drops_no_snapshot(store):
 
 def test_one_failed_read_of_an_intact_blob_drops_no_snapshot(store):
     """`twin` holds only the damaged chunk; the other chunks of the damaged pack are intact, and stored nowhere else."""
-    with opened(store) as found:
+    with Repository.open(store, options=SaveOptions(pack_bytes=4096, threads=1, share_runs=False)) as found:
         data = np.random.default_rng(3).integers(0, 255, 8 * 1024, np.uint8)
         found.save({"w": data}, run="b", step=0)
         other = data.copy()

@@ -5,8 +5,11 @@ First random schedules; then the points at which only a rule of docs/design/prot
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import count
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from kit.actors import Actor
 from kit.objects import clone, flip, keys_of
 from kit.reference import replace_encode
 from kit.repositories import OPTIONS, check_clean, check_restores, created, opened, same, save, values
+from kit.samples import SEED, THOROUGH
 from kit.schedules import (
     PER_TEST,
     SCHEDULES,
@@ -29,7 +33,8 @@ from kit.schedules import (
     tagging,
     unforgetting,
 )
-from snapstore import KeepLast, Repository
+from kit.tally import tally
+from snapstore import ConflictError, KeepLast, Repository
 from snapstore.format.blobs import blob, pack
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
@@ -270,3 +275,44 @@ def test_a_repair_finds_what_a_compact_has_copied(stand, actors, monkeypatch):
     assert compact.finish().rewritten
     assert not repair.finish().ok
     assert {s.ref for s, _ in repairing(level="restore")(store).lost} == {"a@1"}
+
+
+# --- equal chunks of several runs
+
+
+@cache
+def copies() -> MemoryStore:
+    """a@3, b@3 and c@3, which store equal chunks of their own; a@4 has none of them."""
+    store = created()
+    with Repository.open(store, options=replace(OPTIONS, share_runs=False)) as repository:
+        for run in "abc":
+            save(repository, run, 3, 3)
+        save(repository, "a", 4, 4)
+    return store
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("ref", ["a@3", "b@3"])
+@pytest.mark.parametrize("fence", [False, True])
+def test_the_snapshot_whose_blobs_are_shared_goes_meanwhile(ref, fence, actors):
+    """A compact stops; a snapshot that it shares with is forgotten, and a gc runs before it goes on."""
+    every = 1 if THOROUGH else 30
+    for steps in count(Random(f"{SEED} {ref} {fence}").randint(1, every), every):
+        tally("schedules")
+        stage = Stage(copies(), actors, look=check_restores)
+        compact = stage.enter("C", compacting_unless_fenced)
+        for _ in range(steps):
+            if not compact.ended:
+                compact.step()
+        if compact.ended:
+            break
+        forgetting(ref)(stage.store)
+        stage.enter("G", collecting(0.0 if fence else 3600.0), seen_dead=fence).finish()
+        compact.finish()
+        stage.check()
+        actors.clear()
+
+
+def compacting_unless_fenced(store: ObjectStore) -> Any:
+    with opened(store) as repository, suppress(ConflictError):
+        return repository.compact()

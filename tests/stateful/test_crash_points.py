@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -175,6 +176,16 @@ def hollow() -> MemoryStore:
 
 
 @cache
+def copies() -> MemoryStore:
+    """a@3, b@3 and c@3, which store equal chunks of their own; a compact shares them."""
+    store = created()
+    with Repository.open(store, options=replace(OPTIONS, share_runs=False)) as repository:
+        for run in "abc":
+            save(repository, run, 3, 3)
+    return store
+
+
+@cache
 def hollow_marked() -> MemoryStore:
     """As `hollow`, a@7 is forgotten, and a gc has died after it put its mark."""
     return _after_gc_until("put", ".mark", _hollow_forgotten)
@@ -263,6 +274,7 @@ VERBS: dict[str, tuple[Callable[[], MemoryStore], Callable[[Repository], Any]]] 
     "recode a forgotten one": (abroad, lambda r: r.recode(["a@1"])),
     "recode, marked": (abroad_marked, lambda r: r.recode()),
     "compact": (hollow, lambda r: r.compact()),
+    "compact, copies": (copies, lambda r: r.compact()),
     "compact, marked": (hollow_marked, lambda r: r.compact()),
     "unchanged save": (shared, lambda r: save(r, "a", 4, 0)),
     "gc, shared": (shared, lambda r: r.gc()),
@@ -371,6 +383,7 @@ ALIKE = {
     "recode, marked",
     "recode a forgotten one",
     "compact",
+    "compact, copies",
     "compact, marked",
     "unchanged save",
     "gc, shared",
@@ -382,6 +395,14 @@ def test_the_first_save_shares_with_another_run(verb):
     prepare, act = VERBS[verb]
     with opened(clone(prepare())) as repository:
         assert act(repository).bases == [repository.snapshot("a@3").id]
+
+
+def test_the_compact_of_copies_shares():
+    store = clone(copies())
+    with opened(store) as repository:
+        report = repository.compact()
+        assert report.rewritten
+        assert report.bytes_written < 4096 < report.freed_bytes
 
 
 def test_the_skip_save_skips():

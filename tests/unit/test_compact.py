@@ -706,6 +706,74 @@ def test_blobs_that_only_a_gpu_decodes_move_unchanged(monkeypatch):
         check_restores(repo)
 
 
+# --- equal chunks in several packs
+
+
+def twins(store, count=4):
+    """Save runs that store one frozen tensor each, beside a tensor of their own that changes."""
+    rng = np.random.default_rng(1)
+    frozen = rng.standard_normal(16_384, np.float32)
+    states = {}
+    with Repository.open(store, options=dataclasses.replace(OPTIONS, share_runs=False)) as repository:
+        for run in "abcdef"[:count]:
+            own = rng.standard_normal(2048, np.float32)
+            for step in range(3):
+                own = own + np.float32(1e-3)
+                states[f"{run}@{step}"] = {"base": frozen, "own": own}
+                repository.save(states[f"{run}@{step}"], run=run, step=step)
+    return states
+
+
+def test_equal_chunks_of_runs_are_stored_once(store):
+    states = twins(store)
+    with opened(store) as repository:
+        before = needed(repository)
+        assert before > 4 * 50_000
+        dry = repository.compact(dry_run=True)
+        report = repository.compact()
+        assert report.failed == []
+        assert report.bytes_written < 50_000, "the frozen chunks are shared, not copied"
+        assert report.freed_bytes > 3 * 50_000
+        assert abs(dry.bytes_after - report.bytes_after) < 5000
+        assert repository.gc().deleted_bytes > 3 * 50_000
+        assert repository.stats().stored_bytes == needed(repository) == report.bytes_after
+        for ref, state in states.items():
+            assert same(repository.restore(ref), state)
+        assert repository.compact().rewritten == []
+        assert {row.name: row.unshared_bytes < 50_000 for row in repository.du().rows} == dict.fromkeys("abcd", True)
+        repository.forget_snapshots([f"a@{step}" for step in range(3)], force=True)
+        repository.gc()
+        assert repository.check("restore").ok
+        assert same(repository.restore("d@2"), states["d@2"])
+
+
+@pytest.mark.parametrize("way", ["some", "limit", "damaged", "quarantined"])
+def test_copies_that_cannot_be_shared_stay(way):
+    """A copy is shared only with intact, equal bytes, and only snapshots that may be rewritten lose theirs."""
+    store = created()
+    states = twins(store, 3)
+    with opened(store) as repository:
+        before = needed(repository)
+        if way == "some":
+            report = repository.compact(["a@0", "a@1", "a@2"])
+            assert report.freed_bytes > 50_000, "a refers to the blobs of b, which stay as they are"
+            assert {s.run for s in report.rewritten} == {"a"}
+        elif way == "limit":
+            report = repository.compact(max_repack_bytes=0)
+            assert report.bytes_written == 0
+            assert report.bytes_after == before
+        else:
+            m = manifest.read(store, repository.snapshot("a@0").manifests[0], None)
+            for name in m.own_packs:
+                flip_in_place(store, pack_key(name), 200)
+            if way == "quarantined":
+                repository.repair(level="data", apply=True)
+            repository.compact()
+        repository.gc()
+        for ref in ("b@0", "b@2", "c@0", "c@2"):
+            assert same(repository.restore(ref), states[ref])
+
+
 # --- any history -----------------------------------------------------------------------------------------------------
 
 
@@ -727,7 +795,8 @@ def _any_history(draw):
     store = created(512)
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     states = []
-    with opened(store) as repo:
+    options = dataclasses.replace(OPTIONS, share_runs=draw(st.booleans()))  # False: equal chunks in several packs
+    with Repository.open(store, options=options) as repo:
         for number in range(draw(st.integers(1, 9))):
             again = draw(st.integers(0, len(states) - 1)) if states and draw(st.booleans()) else len(states) - 1
             base = dict(states[again][1]) if states else {}
@@ -743,7 +812,7 @@ def _any_history(draw):
                     value = value.copy()
                     value[:: draw(st.integers(1, 50))] += value.dtype.type(1)
                 base[name] = value
-            run = draw(st.sampled_from("ab"))
+            run = draw(st.sampled_from("abc"))
             others = [s.ref for s in repo.snapshots()]
             parent = draw(st.sampled_from(others)) if others and draw(st.booleans()) else None
             repo.save(base, run=run, step=number, parent=parent, full=draw(st.integers(0, 4)) == 0)

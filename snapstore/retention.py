@@ -301,12 +301,12 @@ class KeepBytes(Policy):
         Args:
             added: of each, the bytes that it adds to those of all newer ones.
         """
-        found, total = Reasons(), 0
+        found, total, reason = Reasons(), 0, f"newest {size_text(self.size)}"
         for snapshot, size in zip(current, added, strict=False):
             total += size
             if found and total > self.size:
                 break
-            found[snapshot.id] = f"newest {size_text(self.size)}"
+            found[snapshot.id] = reason
         return found
 
 

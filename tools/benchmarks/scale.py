@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.page import ROOT, Row, publish, row
-from snapstore import KeepLast, Repository, SnapshotManager
+from snapstore import KeepBytes, KeepLast, Repository, SnapshotManager
 from snapstore.format import records
 from snapstore.format.blobs import pack
 from snapstore.format.blobs.blob import ALIGNMENT
@@ -220,24 +220,25 @@ def save_next(manager: SnapshotManager, first: int, number: int) -> None:
 
 
 def saves_after(folder: Path, count: int) -> list[Row]:
-    """Return the CPU time of small saves in a run that has saved `count` times; all are kept, or all swept."""
-    rows = []
-    for policies, states in ((), (COMMITTED,)), ((KeepLast(3),), (COMMITTED, FORGOTTEN, SWEPT)):
-        place = folder / str(len(states))
+    """Return the CPU time of small saves in a run that has saved `count` times; all are kept, or all were swept."""
+    rows, swept = [], (COMMITTED, FORGOTTEN, SWEPT)
+    for policies, states in ((), (COMMITTED,)), ((KeepLast(3),), swept), ((KeepBytes("1P"),), (COMMITTED,)):
+        name = "".join(f" with {policy}" for policy in policies)
+        place = folder / f"after{name}"
         with Repository.create(place) as repository:
             first = repository.save({"w": np.arange(64)}, run="mine", step=0)
             for number in range(1, count):
-                name, seq = records.new_id(), first.seq + number
+                new, seq = records.new_id(), first.seq + number
                 for revision, state in enumerate(states):
                     other = msgspec.structs.replace(
-                        first, id=name, step=number, seq=seq, write_id=records.new_id(), revision=revision, state=state
+                        first, id=new, step=number, seq=seq, write_id=records.new_id(), revision=revision, state=state
                     )
                     repository.store.put(other.key, records.encode(other))
         with SnapshotManager(place, run="mine", keep=policies, async_save=False) as manager:
             for step in range(count, count + 3):  # reads the records, and forgets the first ones
                 manager.save(step, {"w": np.arange(64) + step})
             after_ms = cpu_ms(partial(save_next, manager, count + 3), 10)
-        rows.append(row(f"save{' with KeepLast(3)' * bool(policies)} after {count:,} saves", after_ms, "ms of CPU"))
+        rows.append(row(f"save{name} after {count:,} saves", after_ms, "ms of CPU"))
     return rows
 
 

@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from .format.records import Config as Config
     from .format.records import ManifestRef as ManifestRef
     from .format.records import Snapshot as Snapshot
+    from .inspect.blame import Blame as Blame
+    from .inspect.blame import BlameResult as BlameResult
     from .inspect.diff import DiffResult as DiffResult
     from .inspect.diff import TensorDiff as TensorDiff
     from .inspect.divergence import DivergenceResult as DivergenceResult
@@ -148,6 +150,7 @@ _NAMES = {
         "UnsupportedLeafError"
     ),
     "format.records": "Config ManifestRef Snapshot",
+    "inspect.blame": "Blame BlameResult",
     "inspect.diff": "DiffResult TensorDiff",
     "inspect.divergence": "DivergenceResult",
     "inspect.lazy": "LazyTensors TensorHandle",

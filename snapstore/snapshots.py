@@ -19,6 +19,7 @@ from .text import counted, html_table, human_bytes, log, some
 
 if TYPE_CHECKING:
     from .context import Context
+    from .inspect.blame import BlameResult
     from .inspect.diff import DiffResult
     from .inspect.divergence import DivergenceResult
     from .inspect.lazy import LazyTensors
@@ -332,6 +333,28 @@ class Snapshots:
 
         view = self.view()
         return diff(self.context, view.resolve(a), view.resolve(b))
+
+    def blame(self, run: str, *, since: int | None = None, until: int | None = None) -> BlameResult:
+        """Return at which step which tensor of a run began to move away.
+
+        A tensor gets NaNs or infinities, jumps, changes although it was frozen, or stops changing.
+
+        Follows the parents of the run's newest snapshot within the run. Compares digests, and reads the values of few
+        tensors and snapshots; `read_bytes` of the result says how much.
+
+        Args:
+            run: the name of the run.
+            since, until: look at snapshots of these steps alone, both included.
+
+        Raises:
+            NotFoundError: there is no such run.
+            InvalidInputError: there are fewer than two snapshots to compare.
+            IntegrityError, FormatError: a chunk that must be read is damaged. Snapshots with damaged manifests are left
+                out; `skipped` of the result names them.
+        """
+        from .inspect.blame import blame
+
+        return blame(self.context, run, since, until)
 
     def first_difference(self, a: str, b: str) -> DivergenceResult:
         """Return the first common step, tensor and element at which two runs, or two snapshots, differ.

@@ -61,6 +61,7 @@ VERBS = (
     "log",
     "show",
     "diff",
+    "blame",
     "restore",
     "import",
     "export",

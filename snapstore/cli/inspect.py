@@ -1,4 +1,4 @@
-"""The verbs log, show, diff and stats: look at snapshots and at the repository."""
+"""The verbs log, show, diff, blame and stats: look at snapshots and at the repository."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..catalog.history import View
     from ..format.manifests.manifest import Manifest
     from ..format.records import Snapshot
+    from ..inspect.blame import BlameResult
     from ..inspect.divergence import DivergenceResult
     from ..inspect.stats import StatsResult
     from ..repository import Repository
@@ -455,6 +456,35 @@ def _print_first_difference(found: DivergenceResult) -> None:
     else:
         place = f"{found.path or '(root)'}{list(found.index) if found.index else ''}"
         line(f"{place} in chunk {found.chunk}: {found.before} -> {found.after}")
+
+
+@verb("snapstore blame exp")
+def blame(
+    shell: Shell,
+    run: Annotated[str, typer.Argument(metavar="RUN")],
+    since: Annotated[int | None, typer.Option(metavar="STEP", help="Only snapshots from this step on.")] = None,
+    until: Annotated[int | None, typer.Option(metavar="STEP", help="Only snapshots up to this step.")] = None,
+) -> int | None:
+    """Find the step at which a tensor of a run began to move away: NaNs, jumps, frozen layers that changed, dead ones.
+
+    Exit code 3: some snapshots were left out, because records or manifests are unreadable or gone.
+    """
+    with shell.repository() as repository, spinner(f"looking at {run}"):
+        found = repository.blame(run, since=since, until=until)
+    shell.show(asdict(found), _print_blame, found)
+    for ref, why in found.skipped.items():
+        note(f"snapstore: warning: left out {ref}: {why}")
+    return PARTIAL if note_left_out(found.unknown) or found.skipped else None
+
+
+def _print_blame(found: BlameResult) -> None:
+    from ..inspect.blame import when
+
+    if found:
+        table([">step", "tensor", "what", "evidence"], [[when(b), b.path, b.what, b.evidence] for b in found.found])
+    else:
+        line("no tensor moved away")
+    line(found.summary)
 
 
 def _form(value: float | None, form: str) -> str:

@@ -8,6 +8,8 @@ plain_values.py    the leaves of a snapshot that are no tensors
 stored_tensors.py  where the bytes of each tensor lie, and its bytes piece by piece
 diff.py            compare two snapshots, tensor by tensor and value by value
 divergence.py      the first step, tensor and element at which two runs differ
+tensor_history.py  the tensors of a run: which of their pieces changed when, and their values
+blame.py           the step at which a tensor of a run began to move away
 lazy.py            the tensors of a snapshot by name, read in slices
 tables.py          lists of snapshots and results, as data frames and as HTML
 estimate.py        the cost of the snapshots of a run, before it starts

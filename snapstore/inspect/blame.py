@@ -1,0 +1,302 @@
+"""Blame: at which step of a run which tensor began to move away.
+
+In: a run. Out: a BlameResult: tensors that got NaNs, jumped, changed although they were frozen, or stopped changing.
+
+The manifests of the run's line say which chunks changed in which step; that alone finds frozen and dead tensors. Values
+are read where that is not enough: all that ever changed, of the newest snapshot, for NaNs, and then of few more by
+bisection, since a NaN stays; and the changes of the model's tensors, between all snapshots if few chunks change, else
+between snapshots so far apart that the bytes stay within a budget, and between all near a jump.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..catalog.history import View
+from ..context import Context
+from ..errors import InvalidInputError
+from ..format.records import COMMITTED, Snapshot
+from ..restore.pipeline import read_as_ruled
+from ..text import counted, html_table, human_bytes, quoted
+from .tables import data_frame
+from .tensor_history import TensorHistory, Track
+
+#: A tensor that did not change between so many snapshots, while others did, was frozen, or is dead.
+MIN_STILL = 3
+#: It is not, if the pause is less than this many times its longest pause between two changes: few batches may use it.
+PAUSES = 2
+#: A jump: the change is this many times the largest of the JUMP_AFTER changes before, and of the next one.
+JUMP, JUMP_AFTER, JUMP_BEFORE = 8.0, 3, 3.0
+#: From this ratio on, the change after it does not matter: the training may have diverged.
+HUGE_JUMP = 1000.0
+#: The changes of the model's tensors may take this share of the plain bytes of all snapshots to read.
+READ_SHARE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """One tensor that moved away.
+
+    Attributes:
+        step: of the first snapshot that shows it.
+        after: step of the snapshot before it, which does not show it; None if there is none. If steps lie between the
+            two, the change happened in one of these or in `step`.
+        path: dotted path of the tensor.
+        what: "nan" (a value is not finite), "jumped", "thawed" (it changed, although it was frozen) or "died" (it
+            stopped changing).
+        evidence: the numbers that say so, as text.
+    """
+
+    step: int
+    after: int | None
+    path: str
+    what: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlameResult:
+    """The tensors of a run that moved away, and how much was read to find them.
+
+    Attributes:
+        run: its name.
+        steps: of the snapshots that were compared, in ascending order of their saves.
+        found: by step; of one step, tensors of the model before those of an optimizer. Later ones may follow from the
+            first.
+        read_bytes: of manifests and blobs that were read.
+        plain_bytes: of the states of all compared snapshots.
+        skipped: reference -> why, of snapshots with damaged manifests.
+        unknown: key -> why, of records of the run that cannot be read or are gone. Their snapshots were not compared.
+    """
+
+    run: str
+    steps: list[int]
+    found: list[Blame]
+    read_bytes: int
+    plain_bytes: int
+    skipped: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    @property
+    def summary(self) -> str:
+        """How much was compared and read, as a line of text."""
+        read = f"read {human_bytes(self.read_bytes)} of {human_bytes(self.plain_bytes)}"
+        steps = f", steps {self.steps[0]} to {self.steps[-1]}" if self.steps else ""
+        return f"{counted(len(self.steps), 'snapshot')} of {self.run}{steps}; {read}"
+
+    def to_pandas(self) -> Any:
+        """Return `found` as a `pandas.DataFrame`, with the attributes of `Blame` as its columns.
+
+        Raises:
+            CapabilityError: pandas is not installed.
+        """
+        return data_frame({one.name: [getattr(row, one.name) for row in self.found] for one in fields(Blame)})
+
+    def _repr_html_(self) -> str:
+        rows = [[when(one), one.path, one.what, one.evidence] for one in self.found]
+        return html_table(self.summary, [">step", "tensor", "what", "evidence"], rows)
+
+
+def when(one: Blame) -> str:
+    """Return the step of a finding; if the snapshot before it is of another step than the last, both."""
+    if one.after is None:
+        return f"<= {one.step}"
+    return f"{one.step}" if one.after == one.step - 1 else f"{one.after} - {one.step}"
+
+
+def blame(context: Context, run: str, since: int | None = None, until: int | None = None) -> BlameResult:
+    """Return the tensors of a run that moved away; see `Repository.blame`.
+
+    Raises:
+        NotFoundError: there is no such run, or it has no snapshot in the range.
+        InvalidInputError: it has one snapshot alone.
+        IntegrityError, FormatError: a chunk that must be read is damaged.
+    """
+    if not isinstance(run, str):
+        raise InvalidInputError(f"run {quoted(run)}: expected a str, got {type(run).__name__}")
+    view = context.index.refresh()
+    view.require_run(run)
+    line = [s for s in _line(view, run) if (since is None or s.step >= since) and (until is None or s.step <= until)]
+    if len(line) < 2:
+        raise InvalidInputError(
+            f"run {run!r}: {counted(len(line), 'snapshot')} to compare, expected at least 2; save it more often, or "
+            "choose a wider range of steps"
+        )
+    return read_as_ruled(context, line, lambda *line: _blame(context, run, line, view.unknown(run)))
+
+
+def _line(view: View, run: str) -> list[Snapshot]:
+    """Return the committed snapshots of a run from which its newest one descends, and that one, oldest first."""
+    of_run = {s.id: s for s in view.snapshots(run, None)}
+    older = view.snapshots(run)
+    found: list[Snapshot] = []
+    at: Snapshot | None = older[-1]
+    while at is not None:
+        if at.state == COMMITTED:
+            found.append(at)
+        parent = of_run.get(at.parent or "")
+        if parent is None and at.parent and view.get(at.parent) is None:  # its record is gone: a copy has no parents
+            below = [s for s in older if s.seq < at.seq and s.step < at.step]
+            parent = below[-1] if below else None
+        at = parent if parent is not None and parent.seq < at.seq else None
+    return found[::-1]
+
+
+def _blame(context: Context, run: str, line: Sequence[Snapshot], unknown: dict[str, str]) -> BlameResult:
+    history = TensorHistory(context, line)
+    found = _Search(history).found() if history.snapshots else []
+    steps = [snapshot.step for snapshot in history.snapshots]
+    return BlameResult(run, steps, found, history.read_bytes, history.plain_bytes, history.skipped, unknown)
+
+
+class _Search:
+    """Finds the tensors of a history that moved away."""
+
+    def __init__(self, history: TensorHistory) -> None:
+        self._history = history
+        self._last = len(history.snapshots) - 1
+        self._tracks = list(history.tracks.values())
+        self._model = [track for track in self._tracks if not track.is_optimizer]
+        self._found: dict[tuple[Track, int], Blame] = {}
+
+    def found(self) -> list[Blame]:
+        """Return all findings."""
+        until = self._not_finite()
+        self._still(until)
+        for track, number, evidence in jumps(self._history, [t for t in self._model if t.spec.shape], until):
+            self._add(track, number, "jumped", evidence)
+        order = {track: (track.is_optimizer, place) for place, track in enumerate(self._tracks)}
+        return [self._found[key] for key in sorted(self._found, key=lambda key: (key[1], order[key[0]]))]
+
+    def _add(self, track: Track, number: int, what: str, evidence: str) -> None:
+        steps = [snapshot.step for snapshot in self._history.snapshots]
+        if (track, number) not in self._found:
+            after = steps[number - 1] if number else None
+            self._found[track, number] = Blame(steps[number], after, track.path, what, evidence)
+
+    # -- NaN
+
+    def _not_finite(self) -> int:
+        """Find the first snapshot with values that are not finite; return the last one without, or the last of all."""
+        last = [track for track in self._tracks if track.end == self._last + 1 and self._bad(track, self._last)]
+        if not last:
+            return self._last
+        bad, number = last, self._last
+        while bad:  # the first snapshot of one of them; then look whether another one has them before
+            number = self._first_bad(bad[0], number)
+            bad = [track for track in last if number and track.begin < number and self._bad(track, number - 1)]
+            number -= bool(bad)
+        for track in last:
+            if track.begin <= number and (count := self._bad(track, number)):
+                now = f"; in step {self._history.snapshots[-1].step} {counted(len(last), 'tensor')} have such values"
+                values = int(np.prod(track.spec.shape, dtype=np.int64))
+                self._add(
+                    track, number, "nan", f"{count} of {values} values are not finite{now if len(last) > 1 else ''}"
+                )
+        return number - 1 if len(last) > sum(what == "nan" for what in map(_what, self._found.values())) else self._last
+
+    def _bad(self, track: Track, number: int) -> int:
+        """Return how many values, in pieces that ever changed, are not finite in a snapshot."""
+        pieces = track.pieces_changed(track.begin, self._last)
+        values = self._history.values([(number, track, pieces)]) if pieces.size else ()
+        return sum(int(np.count_nonzero(~np.isfinite(piece))) for piece in values)
+
+    def _first_bad(self, track: Track, number: int) -> int:
+        """Return the first snapshot in which a tensor has values that are not finite, if they stay up to `number`."""
+        good, bad = track.begin - 1, number
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            good, bad = (good, middle) if self._bad(track, middle) else (middle, bad)
+        return bad
+
+    # -- frozen and dead tensors
+
+    def _still(self, until: int) -> None:
+        """Find tensors that changed although they were frozen, and that stopped changing."""
+        moved = {track: np.array([track.moved(i) for i in range(until + 1)]) for track in self._tracks}
+        others = sum((moved[track].astype(np.int64) for track in self._model), np.zeros(until + 1, np.int64))
+        for track in self._tracks:
+            own = moved[track]
+            is_counted = (others - (own if not track.is_optimizer else 0)) > 0
+            is_counted[: track.begin + 1] = False
+            at = np.flatnonzero(is_counted)
+            changes = np.flatnonzero(own[at])
+            if not changes.size or track.end <= until:
+                continue
+            before, after = int(changes[0]), len(at) - 1 - int(changes[-1])
+            pause = max(MIN_STILL, PAUSES * int(np.diff(changes).max(initial=1) - 1) + 1)
+            first, last = int(at[changes[0]]), int(at[changes[-1]])
+            if before >= pause and not self._whole_part(track, moved, first, -1):
+                self._add(track, first, "thawed", f"did not change between the {before + 1} snapshots before")
+            if after >= pause and len(changes) >= MIN_STILL and not self._whole_part(track, moved, last, 1):
+                stop = int(at[changes[-1] + 1])
+                self._add(
+                    track, stop, "died", f"changed {len(changes)} times; not between the last {after + 1} snapshots"
+                )
+
+    def _whole_part(self, track: Track, moved: dict[Track, npt.NDArray[np.bool_]], number: int, side: int) -> bool:
+        """Return whether all tensors of a part begin to change, or stop, at one snapshot: it is no layer's fault."""
+        part = [own for other, own in moved.items() if other.part == track.part and not other.is_optimizer]
+        beyond = slice(0, number) if side < 0 else slice(number + 1, None)
+        part = [own for own in part if side < 0 or own.any()]
+        return len(part) > 1 and all(own[number] and not own[beyond].any() for own in part)
+
+
+def _what(one: Blame) -> str:
+    return one.what
+
+
+def jumps(history: TensorHistory, tracks: Sequence[Track], until: int) -> Iterator[tuple[Track, int, str]]:
+    """Yield the jumps of tensors up to a snapshot: (tensor, number of the snapshot, evidence)."""
+    tracks = [track for track in tracks if sum(track.moved(i) for i in range(until + 1)) > JUMP_AFTER]
+    changes = {track: changes_of(history, track, list(range(track.begin, until + 1)), until) for track in tracks}
+    ratios = {track: _ratios(found) for track, found in changes.items()}
+    for track, own in ratios.items():
+        others = [ratio for other, ratio in ratios.items() if other is not track]
+        usual = np.median(np.array([np.fmax.reduce(np.nan_to_num(ratio)) for ratio in others]), axis=0) if others else 1
+        for number in np.flatnonzero((own / np.fmax(1, usual) >= JUMP).any(axis=0)).tolist():
+            measure = int(np.nanargmax(own[:, number]))
+            values = changes[track][measure]
+            now, before, ratio = values[number], values[number] / own[measure, number], own[measure, number]
+            after = values[number + 1] if number < until else 0.0
+            if ratio >= HUGE_JUMP or now >= JUMP_BEFORE * after:
+                word = ("largest change of an element", "rms of the change")[measure]
+                yield track, number, f"{word} {now:.2g}, at most {before:.2g} before"
+
+
+def changes_of(history: TensorHistory, track: Track, numbers: Sequence[int], until: int) -> npt.NDArray[np.float64]:
+    """Return the largest change of an element, and the rms over changed elements, (2, until + 1); 0 if none."""
+    found, count = np.zeros((2, until + 1)), np.zeros(until + 1)
+    for piece in track.pieces_changed(numbers[0], numbers[-1]).tolist():
+        pairs = [(a, b) for a, b in pairwise(numbers) if piece in track.pieces_changed(a, b)]
+        values = history.values([(n, track, np.array([piece])) for n in (numbers[0], *(b for _, b in pairs))])
+        before = next(values)
+        for (_, number), after in zip(pairs, values, strict=True):
+            with np.errstate(all="ignore"):
+                change = np.abs(after - before)
+            found[0, number] = max(found[0, number], change.max())
+            found[1, number] += float((change**2).sum())
+            count[number] += np.count_nonzero(change)
+            before = after
+    found[1] = np.sqrt(found[1] / np.maximum(count, 1))
+    return found
+
+
+def _ratios(changes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the ratio of each change to the largest of the changes before it; nan if there are too few."""
+    found = np.full(changes.shape, np.nan)
+    for own, values in zip(found, changes, strict=True):
+        for number in np.flatnonzero(values).tolist():
+            before = [value for value in values[max(0, number - JUMP_AFTER) : number] if value > 0]
+            if len(before) > 1:
+                own[number] = values[number] / max(before)
+    return found

@@ -9,6 +9,8 @@ stored_tensors.py  where the bytes of each tensor lie, and its bytes piece by pi
 diff.py            compare two snapshots, tensor by tensor and value by value
 divergence.py      the first step, tensor and element at which two runs differ
 tensor_history.py  the tensors of a run: which of their pieces changed when, and their values
+frozen.py          frozen tensors that changed, and tensors that stopped changing
+jumps.py           the snapshots between which a tensor changed far more than before
 blame.py           the step at which a tensor of a run began to move away
 lazy.py            the tensors of a snapshot by name, read in slices
 tables.py          lists of snapshots and results, as data frames and as HTML

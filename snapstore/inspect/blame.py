@@ -10,13 +10,11 @@ between snapshots so far apart that the bytes stay within a budget, and between 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..catalog.history import View
 from ..context import Context
@@ -24,19 +22,10 @@ from ..errors import InvalidInputError
 from ..format.records import COMMITTED, Snapshot
 from ..restore.pipeline import read_as_ruled
 from ..text import counted, html_table, human_bytes, quoted
+from .frozen import StillTensors
+from .jumps import jumps
 from .tables import data_frame
 from .tensor_history import TensorHistory, Track
-
-#: A tensor that did not change between so many snapshots, while others did, was frozen, or is dead.
-MIN_STILL = 3
-#: It is not, if the pause is less than this many times its longest pause between two changes: few batches may use it.
-PAUSES = 2
-#: A jump: the change is this many times the largest of the JUMP_AFTER changes before, and of the next one.
-JUMP, JUMP_AFTER, JUMP_BEFORE = 8.0, 3, 3.0
-#: From this ratio on, the change after it does not matter: the training may have diverged.
-HUGE_JUMP = 1000.0
-#: The changes of the model's tensors may take this share of the plain bytes of all snapshots to read.
-READ_SHARE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +160,11 @@ class _Search:
     def found(self) -> list[Blame]:
         """Return all findings."""
         until = self._not_finite()
-        self._still(until)
-        for track, number, evidence in jumps(self._history, [t for t in self._model if t.spec.shape], until):
+        for track, number, what, evidence in StillTensors(self._history, until).found():
+            self._add(track, number, what, evidence)
+        bad = {track for track, _ in self._found}
+        tracks = [track for track in self._model if track.spec.shape and track not in bad]
+        for track, number, evidence in jumps(self._history, tracks, until):
             self._add(track, number, "jumped", evidence)
         order = {track: (track.is_optimizer, place) for place, track in enumerate(self._tracks)}
         return [self._found[key] for key in sorted(self._found, key=lambda key: (key[1], order[key[0]]))]
@@ -195,14 +187,14 @@ class _Search:
             number = self._first_bad(bad[0], number)
             bad = [track for track in last if number and track.begin < number and self._bad(track, number - 1)]
             number -= bool(bad)
-        for track in last:
-            if track.begin <= number and (count := self._bad(track, number)):
-                now = f"; in step {self._history.snapshots[-1].step} {counted(len(last), 'tensor')} have such values"
-                values = int(np.prod(track.spec.shape, dtype=np.int64))
-                self._add(
-                    track, number, "nan", f"{count} of {values} values are not finite{now if len(last) > 1 else ''}"
-                )
-        return number - 1 if len(last) > sum(what == "nan" for what in map(_what, self._found.values())) else self._last
+        first = {track: count for track in last if track.begin <= number and (count := self._bad(track, number))}
+        spread = (
+            f"; in step {self._history.snapshots[-1].step} of {counted(len(last), 'tensor')}" if len(last) > 1 else ""
+        )
+        for track, count in first.items():
+            values = int(np.prod(track.spec.shape, dtype=np.int64))
+            self._add(track, number, "nan", f"{count} of {values} values are not finite{spread}")
+        return number - 1 if len(first) < len(last) else self._last
 
     def _bad(self, track: Track, number: int) -> int:
         """Return how many values, in pieces that ever changed, are not finite in a snapshot."""
@@ -217,86 +209,3 @@ class _Search:
             middle = (good + bad) // 2
             good, bad = (good, middle) if self._bad(track, middle) else (middle, bad)
         return bad
-
-    # -- frozen and dead tensors
-
-    def _still(self, until: int) -> None:
-        """Find tensors that changed although they were frozen, and that stopped changing."""
-        moved = {track: np.array([track.moved(i) for i in range(until + 1)]) for track in self._tracks}
-        others = sum((moved[track].astype(np.int64) for track in self._model), np.zeros(until + 1, np.int64))
-        for track in self._tracks:
-            own = moved[track]
-            is_counted = (others - (own if not track.is_optimizer else 0)) > 0
-            is_counted[: track.begin + 1] = False
-            at = np.flatnonzero(is_counted)
-            changes = np.flatnonzero(own[at])
-            if not changes.size or track.end <= until:
-                continue
-            before, after = int(changes[0]), len(at) - 1 - int(changes[-1])
-            pause = max(MIN_STILL, PAUSES * int(np.diff(changes).max(initial=1) - 1) + 1)
-            first, last = int(at[changes[0]]), int(at[changes[-1]])
-            if before >= pause and not self._whole_part(track, moved, first, -1):
-                self._add(track, first, "thawed", f"did not change between the {before + 1} snapshots before")
-            if after >= pause and len(changes) >= MIN_STILL and not self._whole_part(track, moved, last, 1):
-                stop = int(at[changes[-1] + 1])
-                self._add(
-                    track, stop, "died", f"changed {len(changes)} times; not between the last {after + 1} snapshots"
-                )
-
-    def _whole_part(self, track: Track, moved: dict[Track, npt.NDArray[np.bool_]], number: int, side: int) -> bool:
-        """Return whether all tensors of a part begin to change, or stop, at one snapshot: it is no layer's fault."""
-        part = [own for other, own in moved.items() if other.part == track.part and not other.is_optimizer]
-        beyond = slice(0, number) if side < 0 else slice(number + 1, None)
-        part = [own for own in part if side < 0 or own.any()]
-        return len(part) > 1 and all(own[number] and not own[beyond].any() for own in part)
-
-
-def _what(one: Blame) -> str:
-    return one.what
-
-
-def jumps(history: TensorHistory, tracks: Sequence[Track], until: int) -> Iterator[tuple[Track, int, str]]:
-    """Yield the jumps of tensors up to a snapshot: (tensor, number of the snapshot, evidence)."""
-    tracks = [track for track in tracks if sum(track.moved(i) for i in range(until + 1)) > JUMP_AFTER]
-    changes = {track: changes_of(history, track, list(range(track.begin, until + 1)), until) for track in tracks}
-    ratios = {track: _ratios(found) for track, found in changes.items()}
-    for track, own in ratios.items():
-        others = [ratio for other, ratio in ratios.items() if other is not track]
-        usual = np.median(np.array([np.fmax.reduce(np.nan_to_num(ratio)) for ratio in others]), axis=0) if others else 1
-        for number in np.flatnonzero((own / np.fmax(1, usual) >= JUMP).any(axis=0)).tolist():
-            measure = int(np.nanargmax(own[:, number]))
-            values = changes[track][measure]
-            now, before, ratio = values[number], values[number] / own[measure, number], own[measure, number]
-            after = values[number + 1] if number < until else 0.0
-            if ratio >= HUGE_JUMP or now >= JUMP_BEFORE * after:
-                word = ("largest change of an element", "rms of the change")[measure]
-                yield track, number, f"{word} {now:.2g}, at most {before:.2g} before"
-
-
-def changes_of(history: TensorHistory, track: Track, numbers: Sequence[int], until: int) -> npt.NDArray[np.float64]:
-    """Return the largest change of an element, and the rms over changed elements, (2, until + 1); 0 if none."""
-    found, count = np.zeros((2, until + 1)), np.zeros(until + 1)
-    for piece in track.pieces_changed(numbers[0], numbers[-1]).tolist():
-        pairs = [(a, b) for a, b in pairwise(numbers) if piece in track.pieces_changed(a, b)]
-        values = history.values([(n, track, np.array([piece])) for n in (numbers[0], *(b for _, b in pairs))])
-        before = next(values)
-        for (_, number), after in zip(pairs, values, strict=True):
-            with np.errstate(all="ignore"):
-                change = np.abs(after - before)
-            found[0, number] = max(found[0, number], change.max())
-            found[1, number] += float((change**2).sum())
-            count[number] += np.count_nonzero(change)
-            before = after
-    found[1] = np.sqrt(found[1] / np.maximum(count, 1))
-    return found
-
-
-def _ratios(changes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the ratio of each change to the largest of the changes before it; nan if there are too few."""
-    found = np.full(changes.shape, np.nan)
-    for own, values in zip(found, changes, strict=True):
-        for number in np.flatnonzero(values).tolist():
-            before = [value for value in values[max(0, number - JUMP_AFTER) : number] if value > 0]
-            if len(before) > 1:
-                own[number] = values[number] / max(before)
-    return found

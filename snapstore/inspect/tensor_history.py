@@ -36,6 +36,9 @@ Pieces = npt.NDArray[np.int64]
 _NONE = np.empty(0, np.int64)
 #: Manifests of this size are kept in memory; the others are read again where values are needed [bytes].
 KEPT_BYTES = 512 * 1024 * 1024
+#: The bits of the mantissa, by the beginning of the name of torch's dtype.
+_MANTISSA = {"float64": 52, "complex128": 52, "float32": 23, "complex64": 23, "float16": 10, "complex32": 10}
+_MANTISSA |= {"bfloat16": 7, "float8_e4": 3, "float8_e5": 2, "float": 0}
 #: One read asks for at most so many bytes of values.
 READ_BYTES = 64 * 1024 * 1024
 
@@ -54,7 +57,7 @@ class Track:
     spec: TensorSpec
     begin: int
     end: int
-    form: object
+    form: tuple[object, ...]
     digests: Bytes
     changed: list[Pieces] = field(default_factory=list)
 
@@ -127,7 +130,7 @@ class TensorHistory:
         """Note which pieces of each tensor differ from those of the snapshot before."""
         for key, stored in tensors.items():
             boxes = _boxes(stored)
-            form = stored.spec.dtype, stored.spec.shape, [_form(box) for box in boxes]
+            form = (stored.spec.dtype, stored.spec.shape, *map(_form, boxes))
             digests = np.concatenate([np.empty((0, 16), np.uint8), *(_digests(stored, box) for box in boxes)])
             track = self.tracks.get(key)
             if track is None or track.form != form or track.end != number:
@@ -152,33 +155,44 @@ class TensorHistory:
         """
         todo: list[tuple[TensorSpec, Bytes]] = []
         reads: list[Wanted] = []
-        size = decoded = 0
+        size = 0
         for number, track, pieces in wanted:
-            places = _places(self.stored(number, track))
+            stored = self.stored(number, track)
+            places = _places(stored)
             for piece in pieces.tolist():
                 box, row = places[piece]
                 if row is None:
-                    todo.append((track.spec, self.stored(number, track).inline(box)))
+                    todo.append((track.spec, stored.inline(box)))
                     continue
-                table = box.m.table
-                out = np.empty(int(table.lengths[row]), np.uint8)
-                reads.append(whole(table, box.m.header.pack_names, row, out))
+                out = np.empty(int(box.m.table.lengths[row]), np.uint8)
                 todo.append((track.spec, out))
-                self.read_bytes += int(table.chain_bytes_of(np.array([row]))[0])
-                size, decoded = size + out.size, decoded + out.size * int(table.ref_counts[row])
-            if size >= READ_BYTES or (number, track) == wanted[-1][:2]:
-                yield from self._decoded(reads, todo, size, decoded, number)
-                todo, reads, size, decoded = [], [], 0, 0
+                reads.append(whole(box.m.table, box.m.header.pack_names, row, out))
+                size += out.size
+                if size >= READ_BYTES:
+                    yield from self._decoded(number, reads, todo)
+                    todo, reads, size = [], [], 0
+        if todo:
+            yield from self._decoded(wanted[-1][0], reads, todo)
 
-    def _decoded(
-        self, reads: list[Wanted], todo: list[tuple[TensorSpec, Bytes]], size: int, decoded: int, number: int
-    ) -> Iterator[Values]:
-        with naming(self.snapshots[number]):
-            spend_decoding(self._context.store, decoded, size, f"{self.snapshots[number].ref}: reading")
+    def _decoded(self, number: int, reads: list[Wanted], todo: list[tuple[TensorSpec, Bytes]]) -> Iterator[Values]:
+        """Read chunks, and yield the values of all pieces."""
+        snapshot = self.snapshots[number]
+        blobs: dict[tuple[str, int], int] = {}  # a blob that two chains share is read once
+        decoded = 0
+        for w in reads:
+            refs = w.table.refs_of(w.rows)
+            places = zip(w.table.ref_packs[refs].tolist(), w.table.ref_offsets[refs].tolist(), strict=True)
+            names = ((w.packs[pack], offset) for pack, offset in places)
+            blobs.update(zip(names, w.table.ref_lengths[refs].tolist(), strict=True))
+            decoded += len(w.out) * len(refs)
+        with naming(snapshot):
+            size = sum(len(w.out) for w in reads)
+            spend_decoding(self._context.store, decoded, size, f"{snapshot.ref}: reading")
             for _ in ChunkReader(self._context).rebuild(reads):
                 pass
+        self.read_bytes += sum(blobs.values())
         for spec, data in todo:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"):  # also a cast of a signaling NaN
                 values = as_float64(data, spec)
             yield np.empty(0) if values is None else values
 
@@ -193,6 +207,13 @@ def _is_float(spec: TensorSpec) -> bool:
     if spec.kind == "array":
         return spec.dtype[1] in "fc"
     return spec.dtype.startswith(("float", "bfloat", "complex")) and not spec.dtype.startswith("float4")
+
+
+def eps_of(spec: TensorSpec) -> float:
+    """Return the distance from 1.0 to the next number of a floating-point dtype."""
+    if spec.kind == "array":
+        return float(np.finfo(spec.dtype).eps)
+    return next(2.0**-bits for name, bits in _MANTISSA.items() if spec.dtype.startswith(name))
 
 
 def _boxes(stored: StoredTensor) -> list[StoredBox]:

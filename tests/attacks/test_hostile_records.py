@@ -43,9 +43,10 @@ FIELDS = {
 }  # fmt: skip
 VERBS = (
     ["log"], ["log", "--all", "--json"], ["log", "-n", "1"], ["show", "id:b"], ["show", "id:b", "--json"],
-    ["stats"], ["du"], ["check"], ["check", "--restore", "--json"], ["gc", "-n"], ["gc"], ["compact", "-n"], ["repair"],
-    ["repair", "--apply"], ["tag", "id:b", "t"], ["untag", "id:b", "x"], ["diff", "r@0", "id:b"], ["unforget", "id:b"],
-    ["forget", "--run", "r", "--keep-last", "1", "-n"], ["forget", "--run", "r", "--keep-within", "1d"],
+    ["stats"], ["blame", "r"], ["du"], ["check"], ["check", "--restore", "--json"], ["gc", "-n"], ["gc"],
+    ["compact", "-n"], ["repair"], ["repair", "--apply"], ["tag", "id:b", "t"], ["untag", "id:b", "x"],
+    ["diff", "r@0", "id:b"], ["unforget", "id:b"], ["forget", "--run", "r", "--keep-last", "1", "-n"],
+    ["forget", "--run", "r", "--keep-within", "1d"],
     ["forget", "--run", "r", "--keep-best", "x"], ["forget", "id:b", "--force"], ["index", "rebuild"],
     ["restore", "id:b", "-o", "out.pt", "--force"], ["recode", "--all", "-n"],
 )  # fmt: skip

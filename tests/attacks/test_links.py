@@ -30,9 +30,9 @@ TEMP = "tmp/" + "0" * 32
 HANGS_S = 120  # even on a busy machine
 
 VERBS = (
-    "log", "log --all", "show a@3", "diff a@2 a@3", "stats", "du", "check", "check --read-data", "check --restore",
-    "restore a@3 --output {out}", "save {state} --run a --step 9", "tag a@3 x", "untag a@1 good", "gc -n",
-    "forget --run a --keep-last 2", "unforget a@2", "gc", "recode --all", "compact", "index rebuild",
+    "log", "log --all", "show a@3", "diff a@2 a@3", "blame a", "stats", "du", "check", "check --read-data",
+    "check --restore", "restore a@3 --output {out}", "save {state} --run a --step 9", "tag a@3 x", "untag a@1 good",
+    "gc -n", "forget --run a --keep-last 2", "unforget a@2", "gc", "recode --all", "compact", "index rebuild",
     "repair", "repair --apply", "gc --fence-after 0s", "init", "doctor",
 )  # fmt: skip
 

@@ -80,6 +80,7 @@ READING = [
     ("show", "r@9"),
     ("diff", "r@0", "r@1"),
     ("diff", "r@0", "r@latest"),
+    ("blame", "r"),
     ("stats",),
     ("du", "--by", "tensor"),
     ("check",),

@@ -103,13 +103,18 @@ class Dense(nn.Module):
         return ((self.net(x) - x @ self.goal) ** 2).mean()
 
 
-def lora():
-    model = Transformer()
+def lora(words=200):
+    model = Transformer(words)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for block in model.blocks:
         block.qkv, block.up = Lora(block.qkv), Lora(block.up)
     return model
+
+
+def large_lora():
+    """A base of 6 MB, and adapters of 43 kB."""
+    return lora(words=16000)
 
 
 def rows():
@@ -121,6 +126,7 @@ def rows():
 
 
 MODELS = {"dense": Dense, "convolutions": Convolutions, "transformer": Transformer, "lora": lora, "rows": rows}
+SPARSE = {"large lora": large_lora}
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3),
@@ -165,7 +171,7 @@ def train(
 ):
     torch.manual_seed(seed)
     draw = random.Random(f"{fault} {model} {seed}")
-    net = MODELS[model]()
+    net = (MODELS | SPARSE)[model]()
     net = net.to(dtype) if dtype else net
     names = dict(net.named_parameters())
     trained = [name for name, p in names.items() if p.requires_grad]
@@ -183,7 +189,9 @@ def train(
     opt = OPTIMIZERS[optimizer](net.parameters())
     plan = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: SCHEDULES[schedule](step, steps))
     store = store or MemoryStore()
-    repository = Repository.create(store, chunk_bytes=CHUNK_BYTES, options=SaveOptions(threads=1))
+    repository = Repository.create(
+        store, chunk_bytes=CHUNK_BYTES if model in MODELS else 8 * CHUNK_BYTES, options=SaveOptions(threads=1)
+    )
     state = {"model": net, "optimizer": opt, "scheduler": plan, "rng": torch.get_rng_state(), "steps": torch.zeros(3)}
     for step in range(steps):
         if step:

@@ -30,7 +30,7 @@ import torch
 
 import snapstore
 from snapstore import (
-    Ages, AlreadyExistsError, CapabilityError, CheckResult, CommitEvent, CompactResult, Config,
+    Ages, AlreadyExistsError, Blame, BlameResult, CapabilityError, CheckResult, CommitEvent, CompactResult, Config,
     ConflictError, CopyResult, DiffResult,
     DivergenceResult, FailureEvent, FitOptions, ForgetResult,
     FormatError, GcResult, GroupStats, IntegrityError, InvalidInputError, KeepBest, KeepBytes, KeepDaily, KeepEvery,
@@ -118,6 +118,9 @@ def repositories(state: dict[str, Any]) -> None:
     assert_type(snapstore.pack_folder("x", follow_links=True), Iterator[tuple[str, Any]])
     assert_type(snapstore.unpack_folder(repository.tensors("a@1"), Path("y")), Unpacked)
     assert_type(repository.first_difference("a", "b"), DivergenceResult)
+    blamed = repository.blame("a", since=10)
+    assert_type(blamed, BlameResult)
+    assert_type(blamed.found, list[Blame])
     assert_type(repository.tensors("a@1", keys=["model"]), LazyTensors)
     assert_type(repository.tensors("a@1")["model.weight"], TensorHandle)
     assert_type(repository.restore("a@best", part="model", rename={"module.": ""}), Any)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..catalog.history import View
 from ..context import Context
-from ..errors import InvalidInputError
+from ..errors import IntegrityError, InvalidInputError
 from ..format.records import COMMITTED, Snapshot
 from ..restore.pipeline import read_as_ruled
 from ..text import counted, html_table, human_bytes, quoted
@@ -108,7 +108,7 @@ def blame(context: Context, run: str, since: int | None = None, until: int | Non
     Raises:
         NotFoundError: there is no such run, or it has no snapshot in the range.
         InvalidInputError: it has one snapshot alone.
-        IntegrityError, FormatError: a chunk that must be read is damaged.
+        IntegrityError, FormatError: a chunk that must be read is damaged, or all manifests but one.
     """
     if not isinstance(run, str):
         raise InvalidInputError(f"run {quoted(run)}: expected a str, got {type(run).__name__}")
@@ -125,12 +125,12 @@ def blame(context: Context, run: str, since: int | None = None, until: int | Non
 
 def _line(view: View, run: str) -> list[Snapshot]:
     """Return the committed snapshots of a run from which its newest one descends, and that one, oldest first."""
-    of_run = {s.id: s for s in view.snapshots(run, None)}
+    of_run, replaced = {s.id: s for s in view.snapshots(run, None)}, view.superseded(run)
     older = view.snapshots(run)
     found: list[Snapshot] = []
     at: Snapshot | None = older[-1]
     while at is not None:
-        if at.state == COMMITTED:
+        if at.state == COMMITTED and at.id not in replaced:
             found.append(at)
         parent = of_run.get(at.parent or "")
         if parent is None and at.parent and view.get(at.parent) is None:  # its record is gone: a copy has no parents
@@ -142,7 +142,12 @@ def _line(view: View, run: str) -> list[Snapshot]:
 
 def _blame(context: Context, run: str, line: Sequence[Snapshot], unknown: dict[str, str]) -> BlameResult:
     history = TensorHistory(context, line)
-    found = _Search(history).found() if history.snapshots else []
+    if len(history.snapshots) < 2:
+        ref, why = next(iter(history.skipped.items()))
+        raise IntegrityError(
+            f"run {run!r}: fewer than 2 of {len(line)} snapshots can be read; the first other, {ref}: {why}"
+        )
+    found = _Search(history).found()
     steps = [snapshot.step for snapshot in history.snapshots]
     return BlameResult(run, steps, found, history.read_bytes, history.plain_bytes, history.skipped, unknown)
 
@@ -162,7 +167,7 @@ class _Search:
         until = self._not_finite()
         for track, number, what, evidence in StillTensors(self._history, until).found():
             self._add(track, number, what, evidence)
-        bad = {track for track, _ in self._found}
+        bad = {track for (track, _), one in self._found.items() if one.what == "nan"}
         tracks = [track for track in self._model if track.spec.shape and track not in bad]
         for track, number, evidence in jumps(self._history, tracks, until):
             self._add(track, number, "jumped", evidence)
@@ -188,12 +193,10 @@ class _Search:
             bad = [track for track in last if number and track.begin < number and self._bad(track, number - 1)]
             number -= bool(bad)
         first = {track: count for track in last if track.begin <= number and (count := self._bad(track, number))}
-        spread = (
-            f"; in step {self._history.snapshots[-1].step} of {counted(len(last), 'tensor')}" if len(last) > 1 else ""
-        )
+        now = f"; in step {self._history.snapshots[-1].step}, {counted(len(last), 'tensor')} have such values"
         for track, count in first.items():
             values = int(np.prod(track.spec.shape, dtype=np.int64))
-            self._add(track, number, "nan", f"{count} of {values} values are not finite{spread}")
+            self._add(track, number, "nan", f"{count} of {values} values are not finite{now if len(last) > 1 else ''}")
         return number - 1 if len(first) < len(last) else self._last
 
     def _bad(self, track: Track, number: int) -> int:

@@ -9,7 +9,7 @@ moment shrink by the same factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -107,12 +107,13 @@ class StillTensors:
 
     def _without_gradient(self) -> Iterator[Found]:
         """Yield the tensors whose moments only decay, each once."""
-        for group in {track.key[0][:-1]: track for track in reversed(self._moments)}.values():
-            number = self._decays_since(group)
+        first = list({track.key[0][:-1]: track for track in reversed(self._moments)}.values())[::-1]
+        for moment in first:
+            number = self._decays_since(moment)
             if number is None:
                 continue
-            track = self._moved_by(group, number) or group
-            decays = f"{group.path} only decays in the last {self._until - number + 1} snapshots"
+            track = self._moved_by(moment, number) or self._in_order(first).get(moment, moment)
+            decays = f"{moment.path} only decays in the last {self._until - number + 1} snapshots"
             yield track, number, "died", f"gets no gradient: {decays}"
 
     def _decays_since(self, moment: Track) -> int | None:
@@ -154,6 +155,13 @@ class StillTensors:
             ((self._agreement(moment, track, number), track) for track in alike), default=None, key=lambda b: b[0]
         )
         return best[1] if best is not None and best[0] >= AGREED else None
+
+    def _in_order(self, moments: Sequence[Track]) -> dict[Track, Track]:
+        """Return the tensor of the model for each moment, if those that ever changed have the shapes in this order."""
+        model = iter([track for track in self._model if self._moved[track].any()])
+        pairs = {one: next((t for t in model if t.spec.shape == one.spec.shape), None) for one in moments}
+        found = {one: track for one, track in pairs.items() if track is not None}
+        return found if len(found) == len(moments) else {}
 
     def _agreement(self, moment: Track, track: Track, number: int) -> float:
         """Return the mean of the signs of a moment times those of the steps against it, -1 to 1, in one piece."""

@@ -112,6 +112,7 @@ def test_the_line_of_the_newest_snapshot_is_followed(repository):
         repository.save(state(step, frozen=float(step == 7)), run="r", step=step)
     assert rows_of(repository) == [(6, 7, "model.frozen", "thawed")]
     repository.save(state(5.5), run="r", step=6, parent="r@5")
+    repository.save(state(9), run="r", step=8)
     repository.save(state(6.5), run="r", step=8)
     assert repository.blame("r").steps == [0, 1, 2, 3, 4, 5, 6, 8]
     assert rows_of(repository) == []
@@ -190,5 +191,6 @@ def test_the_shell_says_what_was_found_and_read_and_left_out(tmp_path):
     assert [row["step"] for row in document["found"]] == [4]
     assert list(document["skipped"]) == [f"r@5 (id:{saved.id[:12]})"]
     assert "left out r@5" in shown.stderr
+    assert invoke(["blame", "r", "--since", "4", "--repo", url]).exit_code == 20, "one snapshot is left"
     assert "no tensor moved away" in invoke(["blame", "r", "--until", "3", "--repo", url]).stdout
     assert invoke(["blame", "nowhere", "--repo", url]).exit_code == 1

@@ -151,7 +151,7 @@ def test_snapshots_as_a_data_frame(repository):
 
 def test_the_guide_runs(repository, tmp_path):
     page = (ROOT / "docs" / "guides" / "reading.md").read_text()
-    block = page.partition("## 6. In a notebook")[2].partition("```python\n")[2].partition("```")[0]
+    block = page.partition("## 7. In a notebook")[2].partition("```python\n")[2].partition("```")[0]
     with Repository.create(tmp_path / "snapshots", like=repository) as copy:
         repository.copy(["exp1@0", "exp1@1", "exp1@2"], to=copy.store)
     names = {}

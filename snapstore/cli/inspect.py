@@ -372,7 +372,7 @@ def _print_parts(snapshot: Snapshot, tensors: list[dict[str, Any]], ranks: int) 
         table(["tensor", "dtype", "shape", ">size", ">chunks"], rows)
 
 
-#: At most so many plain values, or tensors to blame, are printed; JSON has all.
+#: At most so many plain values are printed; JSON has all.
 VALUES_SHOWN = 50
 
 
@@ -478,13 +478,8 @@ def blame(
 
 
 def _print_blame(found: BlameResult) -> None:
-    from ..inspect.blame import when
-
     if found:
-        rows = [[when(one), one.path or "(root)", one.what, one.evidence] for one in found.found[:VALUES_SHOWN]]
-        table([">step", "tensor", "what", "evidence"], rows)
-        if (more := len(found.found) - VALUES_SHOWN) > 0:
-            line(f"and {more} more; --json prints all")
+        table([">step", "tensor", "what", "evidence"], found.cells)
     else:
         line("no tensor moved away")
     line(found.summary)

@@ -90,16 +90,18 @@ class BlameResult:
         """
         return data_frame({one.name: [getattr(row, one.name) for row in self.found] for one in fields(Blame)})
 
+    @property
+    def cells(self) -> list[list[str]]:
+        """The rows of a table of `found`: the step, or the two between which it happened; tensor, what, evidence."""
+        rows = []
+        for one in self.found:
+            between = f"<= {one.step}" if one.after is None else f"{one.after} - {one.step}"
+            step = f"{one.step}" if one.after == one.step - 1 else between
+            rows.append([step, one.path or "(root)", one.what, one.evidence])
+        return rows
+
     def _repr_html_(self) -> str:
-        rows = [[when(one), one.path, one.what, one.evidence] for one in self.found]
-        return html_table(self.summary, [">step", "tensor", "what", "evidence"], rows)
-
-
-def when(one: Blame) -> str:
-    """Return the step of a finding; if the snapshot before it is of another step than the last, both."""
-    if one.after is None:
-        return f"<= {one.step}"
-    return f"{one.step}" if one.after == one.step - 1 else f"{one.after} - {one.step}"
+        return html_table(self.summary, [">step", "tensor", "what", "evidence"], self.cells)
 
 
 def blame(context: Context, run: str, since: int | None = None, until: int | None = None) -> BlameResult:

@@ -96,14 +96,14 @@ def rows_of(repository, **options):
 
 
 def test_a_gap_between_snapshots_is_said(repository):
-    for step in range(10):
-        repository.save(state(step, frozen=float(step > 6)), run="r", step=step)
-    assert rows_of(repository) == [(6, 7, "model.frozen", "thawed")]
+    for step in range(20):
+        repository.save(state(step, frozen=float(step > 13)), run="r", step=step)
+    assert rows_of(repository) == [(13, 14, "model.frozen", "thawed")]
     repository.forget([KeepEvery(steps=3)], run="r")
-    assert rows_of(repository) == []  # of 0, 3, 6 and 9, the intervals are too few to call it frozen
-    for step in range(10, 14):
-        repository.save(state(step, frozen=1.0), run="r", step=step)
-    assert [s.step for s in repository.snapshots("r")] == [0, 3, 6, 9, 10, 11, 12, 13]
+    result = repository.blame("r")
+    assert [s.step for s in repository.snapshots("r")] == result.steps == [0, 3, 6, 9, 12, 15, 18, 19]
+    assert rows_of(repository) == [(12, 15, "model.frozen", "thawed")]
+    assert result.cells[0][0] == "12 - 15"
 
 
 def test_the_line_of_the_newest_snapshot_is_followed(repository):
@@ -146,7 +146,11 @@ def test_counters_generators_and_averages_are_no_layers(repository):
 def test_a_nan_from_the_first_snapshot_on(repository):
     for step in range(5):
         repository.save(state(step, bad=torch.tensor([float("nan"), step])), run="r", step=step)
-    (found,) = repository.blame("r").found
+    result = repository.blame("r")
+    (found,) = result.found
+    assert result.cells[0][0] == "<= 0"
+    assert result.to_pandas().path.tolist() == ["model.bad"]
+    assert "model.bad" in result._repr_html_()
     assert (found.after, found.step, found.path, found.what) == (None, 0, "model.bad", "nan")
     assert found.evidence.startswith("1 of 2 values")
 

@@ -108,8 +108,8 @@ def blame(context: Context, run: str, since: int | None = None, until: int | Non
     """Return the tensors of a run that moved away; see `Repository.blame`.
 
     Raises:
-        NotFoundError: there is no such run, or it has no snapshot in the range.
-        InvalidInputError: it has one snapshot alone.
+        NotFoundError: there is no such run.
+        InvalidInputError: it has fewer than two snapshots in the range.
         IntegrityError, FormatError: a chunk that must be read is damaged, or all manifests but one.
     """
     if not isinstance(run, str):

@@ -18,6 +18,7 @@ kit get it from `kit.processes.environment`.
 | `lies` | a store that gives one wrong answer, and all wrong answers of an operation | a store breaks its own contract |
 | `power` | a recorder of system calls, and the disks that a power loss may leave | a test is about fsync |
 | `slow_survey` | compact's survey of a repository, by plain loops, and a comparison | a test changes what compact finds |
+| `blamed` | trainings of small models with a fault injected at a step | a test is about `blame` |
 | `damage` | a small repository with an object of each class, and every way to damage one | check and repair must find damage |
 | `forge` | blobs, packs, manifests and records with valid checksums and hostile contents; limits on time and memory | the repository is hostile |
 | `rank_snapshots` | snapshots of several ranks in any boxes, written without ranks, and read back without a restore | a verb meets root and child manifests |

@@ -157,22 +157,10 @@ class Trained:
     what: str | None
 
 
-def train(
-    fault,
-    model,
-    seed,
-    *,
-    optimizer="adamw",
-    schedule="warm-up and cosine",
-    steps=36,
-    store=None,
-    dtype=None,
-    keep=lambda step: True,
-):
+def train(fault, model, seed, *, optimizer="adamw", schedule="warm-up and cosine", steps=36, store=None):
     torch.manual_seed(seed)
     draw = random.Random(f"{fault} {model} {seed}")
     net = (MODELS | SPARSE)[model]()
-    net = net.to(dtype) if dtype else net
     names = dict(net.named_parameters())
     trained = [name for name, p in names.items() if p.requires_grad]
     frozen = [name for name, p in names.items() if not p.requires_grad]
@@ -210,8 +198,7 @@ def train(
             break_it(fault, parameter, draw)
         state["rng"] = torch.get_rng_state()
         state["steps"] += 1
-        if keep(step):
-            repository.save(state, run="r", step=step)
+        repository.save(state, run="r", step=step)
     return Trained(repository, store, at if fault else None, f"model.{name}" if fault else None, FAULTS.get(fault))
 
 

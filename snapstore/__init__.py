@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from .inspect.divergence import DivergenceResult as DivergenceResult
     from .inspect.lazy import LazyTensors as LazyTensors
     from .inspect.lazy import TensorHandle as TensorHandle
+    from .inspect.report_page import RunReport as RunReport
     from .inspect.stats import GroupStats as GroupStats
     from .inspect.stats import StatsResult as StatsResult
     from .inspect.tables import SnapshotList as SnapshotList
@@ -154,6 +155,7 @@ _NAMES = {
     "inspect.diff": "DiffResult TensorDiff",
     "inspect.divergence": "DivergenceResult",
     "inspect.lazy": "LazyTensors TensorHandle",
+    "inspect.report_page": "RunReport",
     "inspect.stats": "GroupStats StatsResult",
     "inspect.tables": "SnapshotList",
     "inspect.usage": "Usage UsageResult",

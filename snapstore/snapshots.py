@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .inspect.diff import DiffResult
     from .inspect.divergence import DivergenceResult
     from .inspect.lazy import LazyTensors
+    from .inspect.report_page import RunReport
     from .inspect.stats import StatsResult
     from .inspect.usage import UsageResult
     from .state.fill.fit import Mismatches, NameOptions, Rename
@@ -321,6 +322,35 @@ class Snapshots:
         from .inspect.usage import usage
 
         return usage(self.context, by, run)
+
+    def report(
+        self,
+        runs: Sequence[str] = (),
+        *,
+        values: bool = False,
+        storage_price: float = 0.023,
+        put_price: float = 0.005,
+    ) -> RunReport:
+        """Return a page of HTML about some runs, and what was read for it.
+
+        The page shows lineage and reasons, bytes, ratio, stall, duration and metrics of every snapshot, from records.
+        Bytes by part and codec, the compressibility of planes and the share of changed elements by layer are those of
+        some steps, evenly spread over each run. It holds all that it needs: a browser loads nothing for it.
+
+        Args:
+            runs: names of runs; none: all runs.
+            values: also read the values of at most 50 steps: how far each layer moved, as relative L2 and cosine.
+            storage_price: of a GB per month [USD]; put_price: of a thousand requests [USD]. The defaults are AWS list
+                prices of S3 Standard in us-east-1, as published in 2025.
+
+        Raises:
+            NotFoundError: there is no such run.
+            CapabilityError: plotly is not installed.
+            IntegrityError, StorageError: a run has only records that are damaged, gone or cannot be read.
+        """
+        from .inspect.report_page import report
+
+        return report(self.context, runs, values=values, storage_price=storage_price, put_price=put_price)
 
     def diff(self, a: str, b: str) -> DiffResult:
         """Return the differences between two snapshots, tensor by tensor.

@@ -11,7 +11,7 @@ inspect.py       log, show, diff, blame and stats
 transfer.py      import and export
 retention.py     tag, untag, forget, unforget and gc
 maintenance.py   check, repair, compact, recode, copy, index, doctor, completion and demo
-planning.py      du and estimate
+planning.py      du, estimate and report
 doctor/          the tests of a machine and of a place
 """
 

@@ -78,6 +78,7 @@ VERBS = (
     "stats",
     "du",
     "estimate",
+    "report",
     "index",
     "doctor",
     "completion",

@@ -1,9 +1,10 @@
-"""The verbs du and estimate: what takes the space of a repository, and what the snapshots of a run will cost."""
+"""The verbs du, estimate and report: what takes the space, what a run will cost, and a page about what it did cost."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -11,11 +12,12 @@ import typer
 from ..errors import InvalidInputError
 from ..text import counted, human_bytes
 from .app import PARTIAL, Place, Shell, UsageError, verb
-from .output import line, note_left_out, spinner, table
+from .output import line, note, note_left_out, spinner, table
 
 if TYPE_CHECKING:
     from ..engine.rates import Rates
     from ..inspect.estimate import Estimate, Run
+    from ..inspect.report_page import RunReport
     from ..inspect.usage import UsageResult
 
 #: The names of the given rates, in the order of `Rates`.
@@ -93,6 +95,45 @@ def estimate(
     result = planning.estimate(run, found, storage_price=storage_price, put_price=put_price)
     document = {"run": asdict(run), "rates": asdict(found), "given": sorted(given), "estimate": asdict(result)}
     shell.show(document, _print, run, found, given, result)
+
+
+@verb("snapstore report exp -o run.html")
+def report(
+    shell: Shell,
+    runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; default: all.")] = None,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = "",
+    values: Annotated[bool, typer.Option("--values", help="Also read the values of at most 50 steps.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    storage_price: Annotated[float, typer.Option(metavar="USD", help="Price of a GB per month.")] = 0.023,
+    put_price: Annotated[float, typer.Option(metavar="USD", help="Price of a thousand PUTs.")] = 0.005,
+) -> int | None:
+    """Write a page about runs: lineage, bytes, stalls, metrics, what changed, cost. It needs no network.
+
+    Needs plotly: pip install "snapstore[report]". Exit code 3: the page lacks steps or records that cannot be read.
+    """
+    from ..convert.files import check_new, publish
+
+    if not output:
+        raise UsageError("no output named; pass -o run.html")
+    path = Path(output)
+    check_new(path, force=force)
+    with shell.repository() as repository, spinner("reading"):
+        prices = {"storage_price": storage_price, "put_price": put_price}
+        found = repository.report(runs or [], values=values, **prices)
+        page = found.html.encode()
+        publish(path, lambda temp: temp.write_bytes(page), force=force)
+    document = {key: value for key, value in asdict(found).items() if key != "html"}
+    shell.show({"output": output, "bytes": len(page), **document}, _print_report, output, len(page), found)
+    for ref, why in found.unread.items():
+        note(f"snapstore: warning: {ref} could not be read: {why}")
+    return PARTIAL if note_left_out(found.unknown) or found.unread else None
+
+
+def _print_report(output: str, nbytes: int, found: RunReport) -> None:
+    of = f"{counted(found.snapshots, 'snapshot')} of {counted(len(found.runs), 'run')}"
+    line(f"wrote {output}, {human_bytes(nbytes)}: {of}")
+    sampled = f"{counted(found.sampled, 'step')} sampled: {counted(found.manifests, 'manifest')}"
+    line(f"{sampled}, {counted(found.packs, 'list')} of blobs, {human_bytes(found.read_bytes)} read")
 
 
 def _measured(given: dict[str, float], url: str | None) -> Rates:

@@ -15,4 +15,18 @@ blame.py           the step at which a tensor of a run began to move away
 lazy.py            the tensors of a snapshot by name, read in slices
 tables.py          lists of snapshots and results, as data frames and as HTML
 estimate.py        the cost of the snapshots of a run, before it starts
+stats.py             count snapshots, bytes by group and codec, chunks and chains
+usage.py             what each run, snapshot, part or tensor needs, and what would be freed without it
+plain_values.py      the leaves of a snapshot that are no tensors
+stored_tensors.py    where the bytes of each tensor lie, and its bytes piece by piece
+changed_elements.py  the share of each layer that a save changed, from its stored deltas
+diff.py              compare two snapshots, tensor by tensor and value by value
+divergence.py        the first step, tensor and element at which two runs differ
+layer_values.py      how far each layer moved between two snapshots
+lazy.py              the tensors of a snapshot by name, read in slices
+tables.py            lists of snapshots and results, as data frames and as HTML
+estimate.py          the cost of the snapshots of a run, before it starts
+report.py            what a page about some runs shows, and how much is read for it
+report_figures.py    the figures of this page
+report_page.py       the page, in HTML
 """

@@ -152,7 +152,7 @@ def _count(context: Context, sizes: dict[str, int], view: View) -> StatsResult:
     by_codec: Counter[str] = Counter()
     for key in sorted(key for key in sizes if key.startswith("packs/") and key not in kept):
         try:
-            by_codec.update(_codec_bytes(pack.read_listing(context.store, key, sizes[key]).entries))
+            by_codec.update(codec_bytes(pack.read_listing(context.store, key, sizes[key]).entries))
         except NotFoundError:
             if key in needed:
                 raise
@@ -207,7 +207,7 @@ def group_of(path: Sequence[str | int]) -> str:
     return str(path[0]) if path else "(root)"
 
 
-def _codec_bytes(entries: npt.NDArray[np.void]) -> dict[str, int]:
+def codec_bytes(entries: npt.NDArray[np.void]) -> dict[str, int]:
     """Return the stored bytes of planes, by the name of their codec."""
     used = np.arange(8) < entries["element_size"][:, None]
     found = {}

@@ -344,7 +344,7 @@ class Snapshots:
                 prices of S3 Standard in us-east-1, as published in 2025.
 
         Raises:
-            NotFoundError: there is no such run.
+            NotFoundError: there is no such run, or no snapshot.
             CapabilityError: plotly is not installed.
             IntegrityError, StorageError: a run has only records that are damaged, gone or cannot be read.
         """

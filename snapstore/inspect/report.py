@@ -20,7 +20,7 @@ from .. import retention
 from ..catalog import policy_store
 from ..catalog.history import View
 from ..context import Context
-from ..errors import FormatError, IntegrityError, SnapstoreError, StorageError
+from ..errors import FormatError, IntegrityError, NotFoundError, SnapstoreError, StorageError
 from ..format.blobs import blob, codecs, pack
 from ..format.keys import pack_key
 from ..format.manifests.manifest import Manifest
@@ -111,13 +111,15 @@ def collect(context: Context, runs: Sequence[str], *, values: bool) -> ReportDat
     """Return what the page about some runs shows; none named: about all runs.
 
     Raises:
-        NotFoundError: there is no such run.
+        NotFoundError: there is no such run, or no snapshot.
         IntegrityError, StorageError: a run has only records that are damaged, gone or cannot be read.
     """
     view = context.index.refresh()
     for run in runs:
         view.require_run(run, states=None)
     chosen = list(dict.fromkeys(runs)) or view.runs(states=None)
+    if not chosen and not view.unknown():
+        raise NotFoundError(f"{context.store.url}: has no snapshots to report; save one first")
     snapshots = [s for run in chosen for s in view.snapshots(run, states=None)]
     here = {s.id for s in snapshots}
     parents = {s.parent for s in snapshots if s.parent and s.parent not in here}
@@ -142,8 +144,10 @@ def collect(context: Context, runs: Sequence[str], *, values: bool) -> ReportDat
 def _reasons(context: Context, view: View, run: str) -> Iterable[tuple[str, str]]:
     """Yield the id of each snapshot of a run with why it stays, or why it was forgotten."""
     try:
-        decisions = retention.apply(policy_store.read(context.store, run), view.snapshots(run), force=True)
-        yield from ((one.snapshot.id, "; ".join(one.reasons)) for one in decisions)
+        policies = policy_store.read(context.store, run)
+        decisions = retention.apply(policies, view.snapshots(run), force=True)
+        otherwise = "no policy keeps it: the next forget drops it" if policies else "no policy is stored for its run"
+        yield from ((one.snapshot.id, "; ".join(one.reasons) or otherwise) for one in decisions)
     except (IntegrityError, FormatError, StorageError) as error:
         yield from ((s.id, f"the policies cannot be read: {error}") for s in view.snapshots(run))
     for s in view.snapshots(run, states=None):

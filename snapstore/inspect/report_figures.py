@@ -29,8 +29,8 @@ PATTERNS = ("", "/", "x", ".", "-", "+", "\\", "|")
 MOST_POINTS, MOST_NODES, MOST_BRANCHES = 30_000, 3_000, 40
 #: So many metrics and layers are shown.
 MOST_METRICS, MOST_LAYERS = 12, 120
-#: Longer names are cut in labels.
-MOST_CHARACTERS = 120
+#: Longer texts are cut: those that one touches a mark for, names in legends, and names beside figures on a phone.
+HOVER_CHARACTERS, NAME_CHARACTERS, PHONE_CHARACTERS = 120, 40, 16
 _STATES = {
     COMMITTED: ("kept", "circle", "#0072B2"),
     FORGOTTEN: ("forgotten", "circle-open", "#D55E00"),
@@ -42,7 +42,11 @@ Series = tuple[str, Sequence[Any], Sequence[float | None]]
 
 @dataclass(slots=True)
 class Figure:
-    """One figure: its heading, a sentence about it, what plotly draws, and a table of the same values."""
+    """One figure: its heading, a sentence about it, what plotly draws, and a table of the same values.
+
+    Attributes:
+        phone_labels: of the rows, for a narrow screen.
+    """
 
     title: str
     note: str
@@ -50,12 +54,14 @@ class Figure:
     layout: dict[str, Any]
     columns: list[str] = field(default_factory=list)
     rows: Sequence[Sequence[object]] = field(default_factory=list)
+    phone_labels: list[str] = field(default_factory=list)
 
 
-def label(text: object) -> str:
-    """Return a text for a label of plotly, which shows it as it is: one line, cut if it is long."""
-    shown = printable(str(text))
-    shown = shown if len(shown) <= MOST_CHARACTERS else f"{shown[: MOST_CHARACTERS - 1]}…"
+def label(text: str, most: int = NAME_CHARACTERS) -> str:
+    """Return a text for a label of plotly, which shows it as it is: one line, cut in the middle if it is long."""
+    shown = printable(text)
+    if len(shown) > most:
+        shown = f"{shown[: most // 2 - 1]}…{shown[len(shown) - (most + 1) // 2 :]}"
     return html.escape(shown, quote=False)
 
 
@@ -77,7 +83,11 @@ def lines(title: str, note: str, series: Iterable[Series], unit: str, **axis: An
                 "x": [x for x, _ in pairs],
                 "y": [rounded(y) for _, y in pairs],
                 "line": {"dash": DASHES[number % len(DASHES)], "color": COLOURS[number % len(COLOURS)], "width": 1.8},
-                "marker": {"symbol": MARKERS[number % len(MARKERS)], "size": 7, "maxdisplayed": 12},
+                "marker": {
+                    "symbol": MARKERS[number % len(MARKERS)],
+                    "size": 7,
+                    "maxdisplayed": 0 if len(pairs) <= 50 else 12,
+                },
                 "hovertemplate": f"step %{{x}}: {form}",
             }
         )
@@ -95,7 +105,7 @@ def bars(
     title: str, note: str, steps: Sequence[SampledStep], values: Callable[[SampledStep], dict[str, float]]
 ) -> Figure:
     """Return stacked bars of bytes, one for each sampled step."""
-    names = list(dict.fromkeys(name for step in steps for name in values(step)))
+    names = sorted({name for step in steps for name in values(step)})
     refs = [str(step.snapshot.step) for step in steps]
     traces = [
         {
@@ -107,6 +117,7 @@ def bars(
                 "color": COLOURS[number % len(COLOURS)],
                 "pattern": {
                     "shape": PATTERNS[number % len(PATTERNS)],
+                    "fillmode": "overlay",
                     "fgcolor": "#ffffff",
                     "size": 6,
                     "solidity": 0.25,
@@ -182,7 +193,7 @@ def heat_map(
             "showgrid": False,
             "zeroline": False,
         },
-        "height": 120 + 18 * max(4, len(names)),
+        "height": 140 + 18 * max(4, len(names)),
         "showlegend": False,
     }
     rows = [
@@ -190,7 +201,8 @@ def heat_map(
         for name, of in zip(names, found, strict=True)
         for ref, z in zip(refs, of, strict=True)
     ]
-    return Figure(title, note, [cells, cross], layout, ["layer", ">step", ">value"], rows)
+    phone = [label(name, PHONE_CHARACTERS) for name in names]
+    return Figure(title, note, [cells, cross], layout, ["layer", ">step", ">value"], rows, phone)
 
 
 def rounded(value: float | None) -> float | None:
@@ -236,20 +248,21 @@ def lineage(data: ReportData) -> Figure:
     tagged = [s for s in nodes if s.tags and s.state == COMMITTED]
     traces += _nodes(tagged, row_of, data, ("tagged", "star", "#000000"))
     names = [branch[0].run for branch in branches]
-    labels = [label(run) if run not in names[:row] else f"{label(run)} again" for row, run in enumerate(names)]
+    names = [run if run not in names[:row] else f"{run} again" for row, run in enumerate(names)]
     layout = {
         "xaxis": {"title": {"text": "step"}, "type": "linear"},
         "yaxis": {
             "tickvals": list(range(len(branches))),
-            "ticktext": labels,
+            "ticktext": list(map(label, names)),
             "range": [len(branches) - 0.4, -0.6],
             "zeroline": False,
         },
-        "height": 150 + 36 * max(2, len(branches)),
+        "height": 170 + 36 * max(2, len(branches)),
         "showlegend": True,
         "hovermode": "closest",
     }
-    return Figure("Lineage", note, traces, layout)
+    phone = [label(name, PHONE_CHARACTERS) for name in names]
+    return Figure("Snapshots and forks", note, traces, layout, phone_labels=phone)
 
 
 def _branches(snapshots: Sequence[Snapshot]) -> list[list[Snapshot]]:
@@ -289,7 +302,10 @@ def _nodes(
         return []
     name, symbol, colour = style
     reasons = [data.reasons.get(s.id) or "no reason recorded" for s in snapshots]
-    texts = [f"<b>{label(s.ref)}</b> {name}<br>{label(why)}" for s, why in zip(snapshots, reasons, strict=True)]
+    texts = [
+        f"<b>{label(s.ref, HOVER_CHARACTERS)}</b> {name}<br>{label(why, HOVER_CHARACTERS)}"
+        for s, why in zip(snapshots, reasons, strict=True)
+    ]
     is_tagged = name == "tagged"
     return [
         {
@@ -298,7 +314,7 @@ def _nodes(
             "name": name,
             "x": [s.step for s in snapshots],
             "y": [row_of[s.id] for s in snapshots],
-            "text": [label(", ".join(s.tags)[:24]) for s in snapshots] if is_tagged else None,
+            "text": [label(", ".join(s.tags), PHONE_CHARACTERS) for s in snapshots] if is_tagged else None,
             "textposition": "top center",
             "hovertext": texts,
             "hoverinfo": "text",
@@ -388,7 +404,7 @@ def of_run(data: ReportData, run: str) -> list[Figure]:
     figures = [heat_map("Changed elements by layer", note, steps, lambda layer: layer.share, scale)]
     for title, value, form, name in (
         ("Relative L2 by layer", lambda move: move.relative_l2, ".2~g", "norm(b - a) / norm(a)"),
-        ("Cosine by layer", lambda move: move.cosine, ".4~g", "a b / (norm(a) norm(b))"),
+        ("Cosine by layer", lambda move: move.cosine, ".6~g", "a b / (norm(a) norm(b))"),
     ):
         if data.moved and data.moved.get(run):
             moved = data.moved[run]

@@ -119,7 +119,10 @@ def _page(data: ReportData, prices: Prices, library: str) -> str:
             body.append(_section(f"Sampled steps of {run}", found, figures))
     body.append(_section("Cost", [], figures, _cost(data, prices)))
     body.append(_section("What was read", [], figures, _read(data)))
-    drawn = [{"id": f"figure-{i}", "data": f.traces, "layout": f.layout} for i, f in enumerate(figures)]
+    drawn = [
+        {"id": f"figure-{i}", "data": f.traces, "layout": f.layout, "labels": f.phone_labels}
+        for i, f in enumerate(figures)
+    ]
     json = _in_script(msgspec.json.encode(drawn).decode())  # NaN is null in it
     scripts = f"{_hash(library)} {_hash(_SCRIPT)}"
     policy = f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:"
@@ -183,8 +186,7 @@ def _reasons(data: ReportData) -> str:
     left = len(ranked) - MOST_REASONS
     note = f" {counted(left, 'more reason')} not shown." if left > 0 else ""
     text = "Why snapshots are kept or gone. A gc has deleted the bytes of swept ones; their records stay, and say why."
-    table = html_table(text + note, ["state", "reason", ">snapshots", "first", "last"], rows)
-    return f'<div class="table">{table}</div>'
+    return _table(text + note, ["state", "reason", ">snapshots", "first", "last"], rows)
 
 
 _STATES = {COMMITTED: "kept", FORGOTTEN: "forgotten, its bytes are still there", SWEPT: "swept", "aborted": "aborted"}
@@ -226,9 +228,7 @@ def _cost(data: ReportData, prices: Prices) -> str:
     source = f"{prices.storage:g} USD per GB and month, {prices.put:g} USD per 1,000 requests"
     default = (prices.storage, prices.put) == (STORAGE_PRICE, PUT_PRICE)
     source += ": AWS list prices of S3 Standard, us-east-1, 2025" if default else ": as given"
-    return (
-        f'<div class="table">{html_table(f"Prices: {source}.", ["", ">amount", ">price", "how counted"], rows)}</div>'
-    )
+    return _table(f"Prices: {source}.", ["", ">amount", ">price", "how counted"], rows)
 
 
 def _usd(amount: float, per: str) -> str:
@@ -243,40 +243,23 @@ def _read(data: ReportData) -> str:
         ["records", f"{len(data.snapshots):,}", "", "all of these runs"],
         ["manifests", f"{data.manifests[0]:,}", human_bytes(data.manifests[1]), of],
         ["packs, their lists of blobs", f"{data.packs[0]:,}", human_bytes(data.packs[1]), of],
-        [
-            "deltas, for changed elements",
-            "",
-            human_bytes(data.deltas[1]),
-            f"of {counted(data.deltas[0], 'step')}, some of each layer",
-        ],
-        [
-            "values",
-            "",
-            human_bytes(data.values[1]),
-            "not asked for" if data.moved is None else f"in {data.values[0] // 2} comparisons",
-        ],
+        ["deltas, for changed elements", "", human_bytes(data.deltas[1]), f"{of}, some of each layer"],
+        ["values", "", human_bytes(data.values[1]), "not asked for" if data.moved is None else "of at most 50 steps"],
     ]
-    parts = [html_table("Read for this page.", ["what", ">number", ">bytes", "of"], rows)]
-    left_out = [run for run in data.runs if run not in data.sampled]
-    if left_out:
-        parts.append(
-            html_table(
-                "Runs without sampled steps: no snapshot is kept, or other runs are longer.",
-                ["run"],
-                [[run] for run in left_out],
-            )
-        )
+    parts = [_table("Read for this page.", ["what", ">number", ">bytes", "of"], rows)]
+    if left_out := [[run] for run in data.runs if run not in data.sampled]:
+        parts.append(_table("Runs without sampled steps: nothing is kept, or others are longer.", ["run"], left_out))
     if data.unread:
-        parts.append(html_table("Steps that could not be read.", ["snapshot", "why"], list(data.unread.items())))
+        parts.append(_table("Steps that could not be read.", ["snapshot", "why"], list(data.unread.items())))
     if data.unknown:
-        parts.append(
-            html_table(
-                "Records that cannot be read or are gone: their snapshots are not on this page.",
-                ["record", "why"],
-                list(data.unknown.items()),
-            )
-        )
-    return "".join(f'<div class="table">{part}</div>' for part in parts)
+        text = "Records that cannot be read or are gone. Their snapshots are not on this page."
+        parts.append(_table(text, ["record", "why"], list(data.unknown.items())))
+    return "".join(parts)
+
+
+def _table(text: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a paragraph and a table, which scrolls if the page is narrow."""
+    return f'<p>{_text(text)}</p><div class="table">{html_table("", columns, rows)}</div>'
 
 
 def _text(text: str) -> str:
@@ -304,37 +287,41 @@ h2{margin:40px 0 8px;padding-top:16px;border-top:2px solid #1a1a1a;font-size:21p
 h3{margin:0;font-size:16px;overflow-wrap:anywhere}
 p{margin:0;color:#555;font-size:14px;overflow-wrap:anywhere}
 figure{margin:24px 0}
-.plot{width:100%;min-height:300px}
+.plot{width:100%}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;padding:0;margin:16px 0}
 .tiles li{list-style:none;padding:12px;border:1px solid #ccc;border-radius:8px;color:#555;font-size:14px}
 .tiles b{display:block;color:#1a1a1a;font-size:22px}
-.table{overflow-x:auto;max-height:420px;overflow-y:auto;margin:8px 0}
+.table{overflow-x:auto;margin:8px 0}
+details .table{max-height:420px;overflow-y:auto}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 caption{padding:4px 0;color:#555}
 td,th{padding:3px 12px 3px 0;border-bottom:1px solid #ddd;vertical-align:top}
+td:last-child{min-width:14em}
 summary{cursor:pointer;color:#555;font-size:14px}
 @media(max-width:600px){body{padding:0 10px 32px}h1{font-size:22px}.tiles{grid-template-columns:1fr 1fr}}
 @media print{.plot,figure{break-inside:avoid}}
 """
 
-#: Draws the figures. On a narrow screen, long labels are cut, and a finger scrolls the page instead of the figure.
+#: Draws the figures. On a narrow screen, labels are shorter, and a finger scrolls the page instead of the figure.
 _SCRIPT = """
 const narrow = window.innerWidth < 640;
-const short = text => text.length > 16 ? text.slice(0, 7) + "\\u2026" + text.slice(-8) : text;
-for (const {id, data, layout} of JSON.parse(document.getElementById("figures").textContent)) {
+for (const {id, data, layout, labels} of JSON.parse(document.getElementById("figures").textContent)) {
   const {yaxis, xaxis} = layout;
-  if (narrow && yaxis.ticktext) yaxis.ticktext = yaxis.ticktext.map(short);
-  for (const axis of [xaxis, yaxis])
-    Object.assign(axis, {automargin: true, linecolor: "#999", showgrid: axis.showgrid ?? true, gridcolor: "#e5e5e5"});
+  if (narrow && labels.length) yaxis.ticktext = labels;
+  for (const axis of [xaxis, yaxis]) {
+    const showgrid = axis.showgrid ?? true;
+    Object.assign(axis, {automargin: true, linecolor: "#999", zeroline: false, showgrid, gridcolor: "#e5e5e5"});
+  }
   Plotly.newPlot(id, data, {
     height: 330, dragmode: narrow ? false : "zoom",
     paper_bgcolor: "#fff", plot_bgcolor: "#fff",
     font: {family: "system-ui, sans-serif", size: narrow ? 10 : 12, color: "#1a1a1a"},
-    margin: {l: 8, r: 8, t: 12, b: 8},
+    margin: {l: 8, r: 8, t: 30, b: 8},
     legend: {orientation: "h", yref: "container", y: 0, yanchor: "bottom"},
     hoverlabel: {namelength: -1, align: "left"},
     ...layout,
-  }, {responsive: true, displaylogo: false, displayModeBar: narrow ? false : "hover"});
+  }, {responsive: true, displaylogo: false, displayModeBar: !narrow,
+    modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]]});
 }
 document.body.dataset.drawn = "yes";
 """

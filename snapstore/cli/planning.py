@@ -109,7 +109,7 @@ def report(
 ) -> int | None:
     """Write a page about runs: lineage, bytes, stalls, metrics, what changed, cost. It needs no network.
 
-    Needs plotly: pip install "snapstore[report]". Exit code 3: the page lacks steps or records that cannot be read.
+    Needs the extra "report". Exit code 3: the page lacks steps or records that cannot be read.
     """
     from ..convert.files import check_new, publish
 

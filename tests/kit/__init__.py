@@ -55,5 +55,6 @@ kit get it from `kit.processes.environment`.
 | `shell` | `invoke`, which runs a verb and returns its output | a test calls the shell in its own process |
 | `forked` | `Forked`: a process of its own, forked from one that has imported torch | a test starts processes that train or are killed |
 | `waits` | `until`, which waits for a condition | other threads or processes do something |
+| `browser` | a real browser that shows one page, without a network | a test is about a page of HTML |
 | `processes` | the checkout's folders, the environment for another process, and `run_python` | a test starts Python |
 """  # noqa: E501

@@ -99,7 +99,7 @@ def test_all_lines_are_found():
         '"snapstore[safetensors]"', '"snapstore[torchtitan]"', '"snapstore[transformers]"', '"snapstore[accelerate]"',
         '"snapstore[tensorboard]"', '"snapstore[wandb]"', '"snapstore[mlflow]"', '"snapstore[prometheus]"',
         "'snapstore[s3]'", "'snapstore[lightning]'", "pandas",
-        '"snapstore[deepspeed]"', '"snapstore[megatron]"', '"snapstore[orbax]"',
+        '"snapstore[deepspeed]"', '"snapstore[megatron]"', '"snapstore[orbax]"', '"snapstore[report]"',
         "'snapstore[cuda12]'", "'snapstore[cuda13]'", "'cupy-cuda12x[ctk]>=14'", "'cupy-cuda13x[ctk]>=14'",
     }  # fmt: skip
     assert {line for _, line in lines_of_pages()} >= {".", "'.[s3]'", "'.[cuda13]'", "'.[cuda13,s3,safetensors]'"}

@@ -38,9 +38,9 @@ from snapstore import (
     KeepLast, KeepMonthly, KeepSteps, KeepWeekly, KeepWithin, KeepYearly, LazyTensors, ManifestRef, NotFoundError,
     Mismatches, NameOptions,
     ObjectInfo, ObjectStore, PerRank, Policy, Problem, RankValues, Ranks, RanksError, RecodeResult, RepairAction,
-    RepairResult, Repository, ResumableLoader, RngState, SaveHandle, SaveOptions, Skipped, Snapshot, SnapshotLike,
-    SnapshotList, SnapshotManager, SnapstoreError, StatsResult, StorageError, StorageFullError, TensorDiff,
-    TensorHandle, TorchRanks,
+    RepairResult, Repository, ResumableLoader, RngState, RunReport, SaveHandle, SaveOptions, Skipped, Snapshot,
+    SnapshotLike, SnapshotList, SnapshotManager, SnapstoreError, StatsResult, StorageError, StorageFullError,
+    TensorDiff, TensorHandle, TorchRanks,
     UnknownFormatError, UnsupportedLeafError, Unpacked, Usage, UsageResult, View, resumable,
 )
 
@@ -170,6 +170,7 @@ def repositories(state: dict[str, Any]) -> None:
     store: ObjectStore = repository.store
     assert_type([info for info in store.list("packs/")], list[ObjectInfo])
 
+    assert_type(repository.report(["a"]), RunReport)
     usage = repository.du("part")
     assert_type(usage, UsageResult)
     assert_type(usage.rows, list[Usage])

@@ -27,7 +27,7 @@ from .stats import group_of
 from .stored_tensors import StoredTensor
 
 T = TypeVar("T")
-#: Of each layer of a snapshot, at most so many deltas are read.
+#: The most deltas of a layer that are read for one snapshot.
 DELTAS_PER_LAYER = 4
 
 
@@ -43,14 +43,14 @@ class DeltaPlace:
 
 @dataclass(slots=True)
 class LayerChange:
-    """What the deltas of a save say about one layer.
+    """The changes of one layer, as far as the deltas of a save tell them.
 
     Attributes:
         nbytes: of all its chunks. Small tensors, which lie in the manifest, do not count [bytes].
         whole_bytes: of its new chunks that were written whole.
         delta_bytes: of its new chunks that were written as deltas.
-        deltas: those that may be read, spread over the layer.
-        elements, changed: the elements of the deltas that were read, and those of them that changed.
+        deltas: where each of them lies.
+        elements, changed: the elements of the deltas that were read, and how many of these changed.
     """
 
     nbytes: int = 0

@@ -1,8 +1,8 @@
 """Report: collect what the page about some runs shows, and count what was read for it.
 
 In: an open repository. Out: a ReportData, which report_page.py shows. The figures of each snapshot come from its
-record. What only manifests, packs and values tell is read for a few steps, evenly spread over each run. A step that
-cannot be read is named, and the rest is shown.
+record. Manifests, packs and values are read for a few steps, evenly spread over each run. A step that cannot be read
+is named, and the rest is shown.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PACKS_PER_STEP, DELTA_BYTES_PER_STEP = 32, 16 * 1024 * 1024
 
 @dataclass(slots=True)
 class SampledStep:
-    """What the manifests and packs of one snapshot tell.
+    """The figures of one snapshot that its manifests and packs tell.
 
     Attributes:
         ranks: of the job that saved it.

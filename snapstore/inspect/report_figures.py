@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..text import counted, human_bytes, printable
 from .changed_elements import evenly
 from .report import MovedStep, ReportData, SampledStep
@@ -29,13 +29,17 @@ PATTERNS = ("", "/", "x", ".", "-", "+", "\\", "|")
 MOST_POINTS, MOST_NODES, MOST_BRANCHES = 30_000, 3_000, 40
 #: So many metrics and layers are shown.
 MOST_METRICS, MOST_LAYERS = 12, 120
-#: Longer texts are cut: those that one touches a mark for, names in legends, and names beside figures on a phone.
+#: Longer texts are cut: texts of a mark, names in legends, and names beside figures on a phone.
 HOVER_CHARACTERS, NAME_CHARACTERS, PHONE_CHARACTERS = 120, 40, 16
+#: Aborted saves are drawn so far below the row of their run, since the step was often saved later.
+BELOW = 0.25
+#: Ratios that differ by more than this factor get a logarithmic axis.
+WIDE = 20
 _STATES = {
     COMMITTED: ("kept", "circle", "#0072B2"),
     FORGOTTEN: ("forgotten", "circle-open", "#D55E00"),
     SWEPT: ("swept", "x-thin-open", "#666666"),
-    "aborted": ("aborted", "triangle-down-open", "#000000"),
+    ABORTED: ("aborted", "triangle-down-open", "#000000"),
 }
 Series = tuple[str, Sequence[Any], Sequence[float | None]]
 
@@ -239,7 +243,8 @@ def lineage(data: ReportData) -> Figure:
     if len(nodes) < total:
         note += f" {len(nodes):,} of {total:,} snapshots are drawn: forks, tagged ones, and others evenly spread."
     by_id = {s.id: s for s in (*data.snapshots, *data.outside.values())}
-    spans = [(branch[0], branch[-1]) for branch in branches]
+    saved = [[s for s in branch if s.state != ABORTED] for branch in branches]
+    spans = [(branch[0], branch[-1]) for branch in saved if branch]
     forks = [(by_id[b[0].parent], b[0]) for b in branches if b[0].parent in by_id and b[0].parent in row_of]
     traces = [_edges(spans, row_of, "#999999", "solid", "steps of a run")]
     traces += [_edges(forks, row_of, "#000000", "dash", "fork")] if forks else []
@@ -266,10 +271,13 @@ def lineage(data: ReportData) -> Figure:
 
 
 def _branches(snapshots: Sequence[Snapshot]) -> list[list[Snapshot]]:
-    """Return the snapshots of each run in branches: a snapshot whose parent is not the last of a branch begins one."""
+    """Return the snapshots of each run in branches: a snapshot whose parent is not the last of a branch begins one.
+
+    Saves that were aborted come behind the first branch of their run: their records name no parent.
+    """
     branches: list[list[Snapshot]] = []
     last: dict[str, list[Snapshot]] = {}  # the id of the last snapshot of each branch
-    for snapshot in snapshots:
+    for snapshot in (s for s in snapshots if s.state != ABORTED):
         branch = last.pop(snapshot.parent or "", None)
         if branch is None or branch[-1].run != snapshot.run:
             if branch is not None:
@@ -278,6 +286,12 @@ def _branches(snapshots: Sequence[Snapshot]) -> list[list[Snapshot]]:
             branches.append(branch)
         branch.append(snapshot)
         last[snapshot.id] = branch
+    first_of = {branch[0].run: branch for branch in reversed(branches)}
+    for snapshot in (s for s in snapshots if s.state == ABORTED):
+        if snapshot.run not in first_of:
+            first_of[snapshot.run] = []
+            branches.append(first_of[snapshot.run])
+        first_of[snapshot.run].append(snapshot)
     return branches
 
 
@@ -313,7 +327,7 @@ def _nodes(
             "mode": "markers+text" if is_tagged else "markers",
             "name": name,
             "x": [s.step for s in snapshots],
-            "y": [row_of[s.id] for s in snapshots],
+            "y": [row_of[s.id] + (BELOW if s.state == ABORTED else 0) for s in snapshots],
             "text": [label(", ".join(s.tags), PHONE_CHARACTERS) for s in snapshots] if is_tagged else None,
             "textposition": "top center",
             "hovertext": texts,
@@ -329,9 +343,9 @@ def _nodes(
 
 
 def over_steps(data: ReportData, value: Callable[[Snapshot], float | None]) -> list[Series]:
-    """Return a value of every snapshot over steps, a series for each run."""
+    """Return a value of every snapshot over steps, a series for each run. Aborted saves have none."""
     found: dict[str, tuple[list[int], list[float | None]]] = {run: ([], []) for run in data.runs}
-    for snapshot in data.snapshots:
+    for snapshot in (s for s in data.snapshots if s.state != ABORTED):
         xs, ys = found[snapshot.run]
         xs.append(snapshot.step)
         ys.append(value(snapshot))
@@ -344,7 +358,9 @@ def space(data: ReportData) -> list[Figure]:
     note = "Bytes that each save added to the repository, packs and manifests. From the records of all snapshots."
     stored = lines("Stored by each save", note, over_steps(data, lambda s: s.stored_bytes), "B")
     note = "Bytes of state over bytes stored, of each save. Higher is better."
-    ratio = lines("Ratio", note, over_steps(data, lambda s: s.ratio or None), "")
+    ratios = [s.ratio for s in data.snapshots if s.ratio]
+    is_wide = bool(ratios) and max(ratios) > WIDE * min(ratios)  # a snapshot of an unchanged state has a huge one
+    ratio = lines("Ratio", note, over_steps(data, lambda s: s.ratio or None), "", type="log" if is_wide else "linear")
     parts: dict[str, tuple[list[int], list[float | None]]] = {}
     for snapshot in written:
         prefix = f"{snapshot.run}: " if len(data.runs) > 1 else ""
@@ -368,7 +384,7 @@ def times(data: ReportData) -> list[Figure]:
 
 
 def metrics(data: ReportData) -> list[Figure]:
-    """Return a figure for each metric, those that most snapshots have first."""
+    """Return a figure for each metric; the metrics of most snapshots come first."""
     counts: dict[str, int] = {}
     for name in (name for s in data.snapshots for name in s.metrics):
         counts[name] = counts.get(name, 0) + 1

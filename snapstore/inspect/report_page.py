@@ -21,7 +21,7 @@ import msgspec
 from ..checks import check_list
 from ..context import Context
 from ..errors import InvalidInputError, needs
-from ..format.records import COMMITTED, FORGOTTEN, SWEPT, VERSION, Snapshot
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, VERSION, Snapshot
 from ..retention import utc
 from ..text import brief, counted, html_table, human_bytes, printable, quoted
 from .estimate import PUT_PRICE, STORAGE_PRICE
@@ -44,7 +44,7 @@ class RunReport:
         snapshots: the number of records on the page.
         sampled: the number of steps of which manifests and packs were read. Bytes by part and codec, planes and changed
             elements are of these steps alone.
-        manifests, packs: the number of those that were read; of packs, the list of blobs and some deltas.
+        manifests, packs: how many were read; of a pack, the list of its blobs, and some deltas.
         valued: the number of steps whose values were read.
         read_bytes: of manifests, lists of blobs, deltas and values.
         unread: reference -> why, of steps that were to be read and could not.
@@ -189,7 +189,7 @@ def _reasons(data: ReportData) -> str:
     return _table(text + note, ["state", "reason", ">snapshots", "first", "last"], rows)
 
 
-_STATES = {COMMITTED: "kept", FORGOTTEN: "forgotten, its bytes are still there", SWEPT: "swept", "aborted": "aborted"}
+_STATES = {COMMITTED: "kept", FORGOTTEN: "forgotten, its bytes are still there", SWEPT: "swept", ABORTED: "aborted"}
 
 
 def _cost(data: ReportData, prices: Prices) -> str:

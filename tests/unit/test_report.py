@@ -6,6 +6,7 @@ import re
 import sys
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -169,6 +170,11 @@ def test_forks_are_branches():
         (lineage, *_) = json.loads(figures_of(repository.report().html))
         fork = next(trace for trace in lineage["data"] if trace["name"] == "fork")
         assert fork["x"] == [10, 15, None, 10, 20, None]
+        aborted = msgspec.structs.replace(repository.snapshot("a@0"), id="f" * 32, state="aborted", parent=None)
+        found = collected(repository)
+        found.snapshots.insert(0, aborted)
+        assert report_figures._branches(found.snapshots) == [[*branches[0], aborted], *branches[1:]]
+        assert len(report_figures.over_steps(found, lambda s: s.stall_s)[0][1]) == 5, "it is no save"
         alone = collected(repository, ["b"])
         assert [s.ref for s in alone.snapshots] == ["b@20", "b@30"]
 

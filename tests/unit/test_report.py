@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from kit import rank_saves
+from kit.s3_stores import moto_bucket
 from kit.shell import invoke
 from snapstore import CapabilityError, InvalidInputError, KeepLast, NotFoundError, SaveOptions
 from snapstore.format.keys import manifest_key
@@ -285,3 +287,31 @@ def test_names_of_layers():
         (): "",
     }
     assert {path: changed_elements.layer_of(path) for path in paths} == paths
+
+
+def test_snapshots_of_several_ranks():
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(8192, generator=generator)
+    with made() as repository:
+        for step in range(3):
+            changed = whole.clone()
+            changed[: 90 * step] += 1e-3
+
+            def make(value=changed):
+                return {"w": value}
+
+            rank_saves.save(repository, [make] * 4, step)
+        steps = collected(repository, ["r"]).sampled["r"]
+        assert [step.ranks for step in steps] == [4, 4, 4]
+        shares = [step.layers["w"].share for step in steps[1:]]
+        assert shares == [90 / 8192, 90 / 8192]
+        stall_s = sum(step.snapshot.stall_s for step in steps)
+        assert f"{4 * stall_s:,.4g} GPU s" in repository.report().html
+
+
+def test_a_repository_on_s3(monkeypatch):
+    with moto_bucket(monkeypatch, "reported") as url, made(url) as repository:
+        history(repository, 3)
+        page = repository.report(values=True)
+        assert (page.sampled, page.valued, page.unread) == (3, 3, {})
+        assert "s3://reported" in page.html

@@ -157,11 +157,12 @@ def _reasons(context: Context, view: View, run: str) -> Iterable[tuple[str, str]
 
 
 def _spread(kept: dict[str, list[Snapshot]], count: int) -> dict[str, list[Snapshot]]:
-    """Return at most about `count` snapshots in all, evenly spread over each of the longest runs."""
+    """Return at most `count` snapshots in all, evenly spread over each of the longest runs, two of each or more."""
     longest = sorted((run for run in kept if kept[run]), key=lambda run: -len(kept[run]))[:SAMPLED_RUNS]
     total = sum(len(kept[run]) for run in longest)
+    more = count - 2 * len(longest)
     return {
-        run: evenly(retention.current(kept[run])[::-1], max(2, count * len(kept[run]) // total))
+        run: evenly(retention.current(kept[run])[::-1], 2 + more * len(kept[run]) // total)
         for run in kept
         if run in longest
     }

@@ -202,6 +202,16 @@ def test_many_snapshots_are_sampled_and_thinned(monkeypatch):
         assert len(stored["x"]) == 10
 
 
+def test_the_sample_of_many_runs_is_limited():
+    with made() as repository:
+        for run, count in (("a", 9), ("b", 5), ("c", 1), ("d", 2)):
+            for step in range(count):
+                repository.save({"w": np.arange(9) + step}, run=run, step=step)
+        kept = {run: list(repository.snapshots(run)) for run in "abcd"}
+        found = {run: [s.step for s in some] for run, some in report._spread(kept, 10).items()}
+        assert found == {"a": [0, 4, 8], "b": [0, 4], "c": [0], "d": [0, 1]}
+
+
 def test_a_damaged_manifest_is_named_and_the_rest_is_shown(tmp_path):
     with made(tmp_path / "r") as repository:
         history(repository)

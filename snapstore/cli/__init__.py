@@ -7,11 +7,11 @@ app.py           the typer app, and the options, exit codes and errors that all 
 completers.py    complete runs, references, tags and metrics in bash, zsh and fish
 output.py        print JSON documents, tables and lines on stdout; notes and progress on stderr
 save_restore.py  init, save and restore
-inspect.py       log, show, diff, blame and stats
+inspect.py       log, show, diff and blame
 transfer.py      import and export
 retention.py     tag, untag, forget, unforget and gc
 maintenance.py   check, repair, compact, recode, copy, index, doctor, completion and demo
-planning.py      du, estimate and report
+planning.py      stats, du, estimate and report
 doctor/          the tests of a machine and of a place
 """
 

@@ -1,4 +1,4 @@
-"""The verbs du, estimate and report: what takes the space, what a run will cost, and a page about what it did cost."""
+"""The verbs stats, du, estimate and report: what takes the space, what a run costs, and a page about it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,48 @@ if TYPE_CHECKING:
     from ..engine.rates import Rates
     from ..inspect.estimate import Estimate, Run
     from ..inspect.report_page import RunReport
+    from ..inspect.stats import StatsResult
     from ..inspect.usage import UsageResult
 
 #: The names of the given rates, in the order of `Rates`.
 _RATES = ("write", "read", "encode", "decode", "copy")
+
+
+@verb("snapstore stats --json")
+def stats(shell: Shell) -> int | None:
+    """Count snapshots, chunks, and bytes by group and codec.
+
+    Exit code 3: some records are unreadable or gone, and their snapshots are not counted.
+    """
+    with shell.repository() as repository, spinner("counting"):
+        found = repository.stats()
+    shell.show({**asdict(found), "ratio": found.ratio}, _print_stats, found)
+    return PARTIAL if note_left_out(found.unknown) else None
+
+
+def _print_stats(found: StatsResult) -> None:
+    frees = f"{human_bytes(found.unneeded_bytes)}; 'snapstore gc' frees them"
+    facts = {
+        "snapshots": found.snapshots,
+        "state": human_bytes(found.logical_bytes),
+        "stored": f"{human_bytes(found.stored_bytes)} in {counted(found.packs, 'pack')} and all manifests",
+        "ratio": f"{found.ratio:.2f}x",
+        "chunks": f"{found.chunks}, {found.unique_chunks} of them different",
+        "bases": f"{human_bytes(found.base_only_bytes)} needed only as the base of a delta",
+        "unneeded": "not known: some records are unreadable or gone" if found.unknown else frees,
+    }
+    for name, value in facts.items():
+        line(f"{name:<9} {value}")
+    if found.groups:
+        line()
+        rows = [[name, human_bytes(g.logical_bytes), human_bytes(g.stored_bytes)] for name, g in found.groups.items()]
+        table(["group", ">logical", ">stored"], rows)
+    if found.codecs:
+        line()
+        table(["codec", ">stored"], [[name, human_bytes(size)] for name, size in found.codecs.items()])
+    if found.depths:
+        line()
+        table([">depth", ">chunks"], found.depths.items())
 
 
 @verb("snapstore du exp")

@@ -164,7 +164,7 @@ class SnapshotManager(Steps):
         self._ending: SignalHandler | None = None
         self._retention_error: BaseException | None = None  # it costs only space, so saves go on
         if not read_only:
-            self._first_state.use(self._background, self._staging, self.repository.context.engines)
+            self._first_state.use(self._background, self._staging, self.repository.context, self.repository.lineage)
 
     def __repr__(self) -> str:
         return f"SnapshotManager({self.repository.url!r}, run={self.run!r})"

@@ -38,8 +38,8 @@ class Background:
         prepares: whether the thread that holds the slot only prepares for a later save.
     """
 
-    def __init__(self, name: str, engines: Engines) -> None:
-        self._name, self._engines = name, engines
+    def __init__(self, run: str, engines: Engines) -> None:
+        self.run, self._engines = run, engines
         self.saving = threading.Lock()
         self.is_given_up = False
         self._failed: list[tuple[SaveHandle, str, BaseException]] = []  # saves whose errors the caller has not seen yet
@@ -62,7 +62,7 @@ class Background:
         try:
             if is_noted:
                 self.note(handle, ref, error)
-                log.error("run=%s step=%s save failed: %s", self._name, ref.rpartition("@")[2], str(error))
+                log.error("run=%s step=%s save failed: %s", self.run, ref.rpartition("@")[2], str(error))
         finally:  # a handler of the log may end the thread
             handle._finish(None, error)
 
@@ -101,7 +101,7 @@ class Background:
                 try:
                     self.start(partial(self.take_memory, prepare()), slot)
                 except SnapstoreError as error:  # the save meets the same error, and raises it
-                    log.info("run=%s the memory for copies is not allocated ahead: %s", self._name, error)
+                    log.info("run=%s the memory for copies is not allocated ahead: %s", self.run, error)
 
     def start(self, function: Callable[[], object], slot: LockSlot) -> None:
         """Run a function in a thread of its own, which holds the slot.
@@ -125,7 +125,7 @@ class Background:
 
         # Not a daemon, also if the caller is one: the interpreter's exit waits for it, and the snapshot is whole.
         try:
-            threading.Thread(target=run, name=f"snapstore-{self._name}", daemon=False).start()
+            threading.Thread(target=run, name=f"snapstore-{self.run}", daemon=False).start()
             slot.handed_over = True
         except RuntimeError as error:
             raise no_threads() from error
@@ -136,7 +136,7 @@ class Background:
         try:
             take()
         except Exception as error:  # noqa: BLE001  the next save meets the same error, and raises it
-            log.warning("run=%s the memory for copies could not be allocated ahead: %s", self._name, error)
+            log.warning("run=%s the memory for copies could not be allocated ahead: %s", self.run, error)
 
     def work_of(self, save: object | None) -> str:
         """Return what runs, in words; `save` is the save that has not ended, or None."""

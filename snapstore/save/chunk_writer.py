@@ -36,7 +36,7 @@ from ..threads import Gate
 from .chunk_columns import ChunkRange, Rows, places_in
 from .inputs import TensorInput
 from .known_chunks import AnySession, Bases
-from .unchanged import UnchangedGoneError
+from .unchanged import unchanged_gone
 
 #: `verify_writes="sample"` decodes one new blob in VERIFY_ONE_IN; each generation chooses other blobs. After the first
 #: VERIFY_ONE_IN * k blobs of a save it takes k neighbours together, for each k of VERIFIED_TOGETHER: for a device, to
@@ -213,7 +213,7 @@ class ChunkWriter:
             chunks = Chunks([memory], np.zeros(len(starts), np.int64), starts, lengths)
             if np.array_equal(engine.start_digests(chunks)(), digests):
                 return msgspec.structs.replace(tensor, array=None, copy=memory, digests=None, base=None)
-        raise UnchangedGoneError(tensor.spec)
+        raise unchanged_gone(tensor.spec)
 
     def _cut(self, tensor: TensorInput, data: Memory, number: int) -> ChunkRange:
         """Return the chunks of a tensor or a box, with the chunks of the bases at the same places."""

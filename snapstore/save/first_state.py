@@ -15,13 +15,15 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
+from ..context import Context
 from ..engine.registry import Engines
 from ..engine.spans import engine_in_use
 from ..errors import SnapstoreError
 from ..state.walk.flatten import Part, require_stored_forms
 from ..text import log
 from .background import Background
-from .inputs import is_stream
+from .inputs import Lineage, is_stream
+from .known_chunks import expected_manifests
 from .staging import Staging
 
 
@@ -51,11 +53,13 @@ class FirstState:
         self._memory: tuple[Background, Staging, Engines] | None = None
         self._parts: Sequence[Part] = () if self._expected is None else self._walk(self._expected)
 
-    def use(self, background: Background, staging: Staging, engines: Engines) -> None:
+    def use(self, background: Background, staging: Staging, context: Context, lineage: Lineage) -> None:
         """Begin to load kernels; prepare for the expected state now, and for others from now on."""
         _log_engine()
-        self._memory = background, staging, engines
-        engines.start_loading()
+        self._memory = background, staging, context.engines
+        if not self._of_rank:
+            staging.look_ahead = partial(expected_manifests, context, background.run, lineage)
+        context.engines.start_loading()
         parts, self._parts = self._parts, ()
         self._pin(parts)
 

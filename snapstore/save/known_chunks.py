@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..arrays import Bytes, Column
 from ..context import Context
-from ..errors import DAMAGE, StorageError
+from ..errors import DAMAGE, CapabilityError, StorageError
 from ..format.keys import pack_key
 from ..format.manifests import manifest
 from ..format.manifests.chunk_table import ChunkTable
@@ -28,6 +28,7 @@ from ..protocol.session import MOST_MANIFESTS, SaveSession, SharedSession, main_
 from ..state.values.containers import Path, display
 from ..storage.base import ObjectStore
 from ..text import counted, log
+from .inputs import Lineage
 from .near_children import NearChildren
 
 #: Dotted path, dtype and shape of a tensor, and the offsets and sizes of a strip of it in all dimensions but the first.
@@ -277,6 +278,30 @@ def load_bases(
 
     bases = list(readable())
     return Bases(bases, _damaged_packs(context.store, session, bases), context.options.restore_cost)
+
+
+def expected_manifests(context: Context, run: str, lineage: Lineage) -> list[Manifest]:
+    """Return manifests whose chunks the next save of one process may refer to, as far as they can be read.
+
+    These are the parent's, or those of other runs' newest snapshots. The save itself decides, by all rules.
+    """
+    found = dict[str, Manifest]()
+    try:
+        view = context.index.refresh(run)
+        parent = lineage.next_save(run)[0]
+        newest = view.get(parent) if parent else view.newest(run)
+        if newest is not None:
+            chosen = [newest.manifests]
+        else:
+            others = context.index.newest_elsewhere(run, MOST_MANIFESTS) if context.options.share_runs else ()
+            chosen = [main_manifests(snapshot) for snapshot in others]
+        for ref in (ref for refs in chosen for ref in refs if ref.sha256 not in found):
+            if newest is None and len(found) >= MOST_MANIFESTS:
+                break
+            found[ref.sha256] = manifest.read(context.store, ref, None)
+    except (*DAMAGE, StorageError, CapabilityError) as error:
+        log.info("run=%s the chunks of further bases are not known ahead: %s", run, error)
+    return [m for m in found.values() if m.header.digest_seed == context.config.digest_seed]
 
 
 def _damaged_packs(store: ObjectStore, session: AnySession, bases: Sequence[Base]) -> set[str]:

@@ -88,6 +88,9 @@ class Staging:
         keep_base: keep the bytes of the last save as the next one's base; else they are read back from the store.
         mode: where copies of CUDA tensors lie: "device", "host", or "auto" (by the free memory).
         shares: in a job of ranks: the boxes that this rank copies. None: one process copies all.
+
+    Attributes:
+        look_ahead: returns manifests whose chunks the next save may refer to; `prepare` calls it in the background.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Staging:
         check_choice("staging", mode, get_args(Mode))
         self._engines, self._keep_base, self._mode = engines, keep_base, mode
         self.shares = shares
+        self.look_ahead: Callable[[], Sequence[Manifest]] | None = None
         self._base = Buffers()
         self._spare = Buffers()
         self._base_id: str | None = None
@@ -396,11 +400,14 @@ class Staging:
         devices = [self._on_devices()] if sources else []
 
         def allocate() -> None:
+            if sources and self.look_ahead is not None:
+                self._unchanged.expect(self.look_ahead())
+            only_locks = is_early or self._unchanged.held is not None  # else it is not known yet what is copied
             for key, nbytes in hosted.items():
                 if nbytes >= INLINE_BYTES:
                     self._spare.room(key, nbytes).fill(0)
             for staging, one in product(devices, sources):
-                staging.prepare(one, self._spare, self._base, self._delta_rejected, INLINE_BYTES, is_early=is_early)
+                staging.prepare(one, self._spare, self._base, self._delta_rejected, INLINE_BYTES, is_early=only_locks)
 
         return allocate
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Bytes, Column
-from ..errors import IntegrityError
+from ..errors import IntegrityError, lasting
 from ..format.chunking import INLINE_BYTES
 from ..format.manifests.boxes import cut
 from ..format.manifests.delta_chain import Digests
@@ -31,11 +31,15 @@ MIN_SHARE = 0.1
 class UnchangedGoneError(IntegrityError):
     """A tensor was not copied, as a base had its chunks. Now the base is damaged, and the tensor has changed."""
 
-    def __init__(self, spec: TensorSpec) -> None:
-        super().__init__(
+
+def unchanged_gone(spec: TensorSpec) -> UnchangedGoneError:
+    """Return the error for a tensor; no attempt can save it any more."""
+    return lasting(
+        UnchangedGoneError(
             f"{shown(spec.path)}: was not copied, because its chunks were stored already; now they are damaged or "
             "gone, and training has changed the tensor; nothing was committed; save again: the next save copies it"
         )
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,13 +76,13 @@ class UnchangedTensors:
         self._trials: dict[Any, Trial] = {}  # by device
 
     def expect(self, manifests: Sequence[Manifest]) -> None:
-        """Let the next save find the chunks of these manifests."""
+        """Let the next save find the chunks of these manifests, of one chunk size."""
+        chunk_bytes = {m.header.chunk_bytes for m in manifests}
         self.held = None
-        if manifests:
-            self.held = Digests()
+        if len(chunk_bytes) == 1:
+            self.held, (self._chunk_bytes,) = Digests(), chunk_bytes
             for m in manifests:
                 self.held.add(m.table.digests)
-            self._chunk_bytes = manifests[0].header.chunk_bytes
 
     def note(self, tensors: Iterable[TensorInput], manifests: Sequence[Manifest]) -> None:
         """Take note of a save that has committed these tensors in these manifests."""

@@ -214,3 +214,46 @@ def test_the_device_memory_is_that_of_what_changes():
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         assert before < 17 * MIB + 2.1 * MIB + MIB, f"{before / 1e6:.0f} MB"
+
+
+@MODES
+@pytest.mark.parametrize("told", ["state", "prepare", "restore_into"])
+def test_the_first_save_copies_only_what_no_base_has(mode, told, watched, monkeypatch):
+    """A base of the run, or of another run, whose manifests could be read before the first save."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # also where a CPU plays the GPU
+    state, store = lora(), MemoryStore()
+    with manager(mode, store=store, run="first") as made:
+        made.save(0, state).result()
+    run = "first" if told == "restore_into" else "second"
+    with manager(mode, store=store, run=run, state=state if told == "state" else None) as made:
+        if told == "prepare":
+            made.prepare(state)
+        elif told == "restore_into":
+            made.restore_into(state)
+        made._background.join()
+        watched.clear()
+        wanted = []
+        for step in range(1, 4):
+            train(state)
+            wanted.append(facts(state))
+            made.save(step, state)
+        for step in range(1, 4):
+            assert differing(facts(made.restore(step)), wanted[step - 1]) == [], step
+        assert made.repository.snapshot(f"{run}@1").stored_bytes < 8004 + 12_000
+    assert watched == [8004] * 3
+
+
+def test_the_other_run_is_gone_when_the_first_save_begins(monkeypatch):
+    """What was expected of another run decides nothing: its snapshot may be swept before the save looks again."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    state, store = lora(), MemoryStore()
+    with manager(store=store, run="first") as made:
+        made.save(0, state).result()
+    with manager(store=store, run="second", state=state) as made:
+        made._background.join()
+        made.repository.forget_snapshots(["first@0"], force=True)
+        made.repository.gc()
+        wanted = facts(state)
+        made.save(0, state).result()
+        assert differing(facts(made.restore(0)), wanted) == []
+        assert not made.repository.check("restore").problems

@@ -83,6 +83,7 @@ SLOW = [
         "test_a_frozen_tensor_that_changes_is_copied_again": ("one element-", "all-", "other memory-"),
         "test_any_tensors_may_change_at_any_step": ("device", "host"),
         "test_the_base_of_what_was_not_copied_is_damaged": ("missing-", "all-"),
+        "test_the_first_save_copies_only_what_no_base_has": ("state-", "prepare-", "restore_into-"),
     }.items() for case in cases),
     *(f"gpu/test_gpu_memory.py::{name}" for name in (
         "test_many_saves_keep_nothing[device]",

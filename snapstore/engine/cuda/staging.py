@@ -22,6 +22,7 @@ from ...errors import InvalidInputError
 from ...state.values.arrays import Memory, as_memory, copy_into
 from ...text import log
 from . import kernels
+from .engine import WORK_PER_BATCH_BYTE
 from .pinned import ALIGNMENT, Buffers, Pinned, host_rooms
 from .sources import Sources, TensorKey, require_whole, start_digests
 from .streams import copy_async, out_of_memory, ragged, release_cached_memory
@@ -295,6 +296,7 @@ class DeviceStaging:
             state = self._state_bytes.get(device, 0)
             most = max(int(MAX_OF_STATE * state), min(2 * state + SMALL_WORK_BYTES, SMALL_BYTES))
             left = most - _bytes_on(device, spare, base) - STREAMS_BYTES
+            left = min(left, WORK_PER_BATCH_BYTE * state)  # a batch never has more than what was copied
             work = min(max(left, LEAST_WORK_BYTES), int(AUTO_SHARE * _free_bytes(device)))
             self._engines.on(device).limit(self, HOST_WORK_BYTES if mode == "host" else work)
 

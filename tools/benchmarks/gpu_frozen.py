@@ -112,7 +112,8 @@ def figures(folder: Path, device: torch.device, say: Callable[[str], None], *, t
         limits.synchronize(device)
         release(device)
         with most_used_bytes(device) as most:
-            before = most() and most()
+            most()
+            before = most()
             with SnapshotManager(folder / "runs", run=f"lora{number}", state=run.state(), **options) as snapshots:
                 snapshots.wait_until_finished()  # a training has loaded its data meanwhile
                 saved = snapshots.save(0, run.state()).result()

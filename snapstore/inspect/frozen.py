@@ -1,10 +1,10 @@
 """Frozen and dead tensors: those of a run that changed although they were frozen, or that stopped changing.
 
 In: a TensorHistory. Out: (tensor, number of the snapshot, what, evidence). The digests of chunks say between which
-snapshots a tensor changed; only intervals in which another tensor of the model changed count. Values are read for two
-questions. Did a tensor seem frozen because its updates were smaller than the rounding of its values? And does an
-optimizer, whose momentum and weight decay still change a layer, get a gradient for it? Without one, all elements of a
-moment shrink by the same factor.
+snapshots a tensor changed; only intervals in which another tensor of the model changed count, and an optimizer took a
+step: statistics of a normalization go on without one. Values are read for two questions. Did a tensor seem frozen
+because its updates were smaller than the rounding of its values? And does an optimizer, whose momentum and weight decay
+still change a layer, get a gradient for it? Without one, all elements of a moment shrink by the same factor.
 """
 
 from __future__ import annotations
@@ -31,16 +31,35 @@ Found = tuple[Track, int, str, str]
 Moved = Mapping[Track, npt.NDArray[np.bool_]]
 
 
+def _is_statistic(track: Track) -> bool:
+    """Return whether it is a running mean or variance of a normalization, which changes without an optimizer's step."""
+    return track.path.rpartition(".")[2] in ("running_mean", "running_var")
+
+
 class StillTensors:
     """Finds frozen tensors that changed, and dead ones, up to a snapshot."""
 
     def __init__(self, history: TensorHistory, until: int) -> None:
         self._history, self._until = history, until
         self._tracks = [track for track in history.tracks.values() if track.end > until]
-        self._model = [track for track in self._tracks if not track.is_optimizer]
+        layers = {track.part for track in self._tracks if track.spec.shape}  # of other parts, scalars are no weights
+        self._model = [track for track in self._tracks if not track.is_optimizer and track.part in layers]
         self._moments = [track for track in self._tracks if track.is_optimizer and track.spec.shape]
         numbers = range(until + 1)
         self._moved: Moved = {track: np.array([track.moved(i) for i in numbers]) for track in self._tracks}
+        self._stepped = self._may_have_stepped()
+        zeros = np.zeros(until + 1, np.int64)
+        self._weights_moved = sum((self._moved[track] for track in self._model if not _is_statistic(track)), zeros)
+
+    def _may_have_stepped(self) -> npt.NDArray[np.bool_]:
+        """Return for each snapshot whether an optimizer may have taken a step since the one before."""
+        optimizers = [track for track in self._tracks if track.is_optimizer]
+        begins = [track.begin for track in optimizers if track.begin <= self._until]
+        found = np.arange(self._until + 1) <= min(begins, default=self._until)
+        found[begins] = True
+        for track in optimizers:
+            found |= self._moved[track]
+        return found
 
     def found(self) -> Iterator[Found]:
         """Yield what was found; of an optimizer, only consequences."""
@@ -52,9 +71,10 @@ class StillTensors:
         yield from self._without_gradient()
 
     def _of(self, track: Track) -> Iterator[Found]:
-        others = np.sum([self._moved[other] for other in self._model if other is not track], axis=0)
-        counted = np.flatnonzero(others * (np.arange(self._until + 1) > track.begin))
-        changes = np.flatnonzero(self._moved[track][counted])
+        moved, is_weight = self._moved[track], not track.is_optimizer and not _is_statistic(track)
+        others = (self._weights_moved > (moved & is_weight)) & self._stepped
+        counted = np.flatnonzero((others | moved) & (np.arange(self._until + 1) > track.begin))
+        changes = np.flatnonzero(moved[counted])
         if not changes.size:
             return
         pause = max(MIN_STILL, PAUSES * int(np.diff(changes).max(initial=1) - 1) + 1)
@@ -80,7 +100,7 @@ class StillTensors:
         """Return whether the changes of a tensor have ended, and are not only rounded off."""
         last, following = last_and_next
         before, now = self._moments_moved(track, last), self._moments_moved(track, following)
-        if track.is_optimizer or now < before:
+        if track.is_optimizer or now < before or _is_statistic(track):
             return True
         return not before and not self._is_of_part(track, last, slice(last + 1, None)) and self._is_large(track, last)
 

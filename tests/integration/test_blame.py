@@ -132,15 +132,52 @@ def test_steps_can_be_chosen(repository):
 
 
 def test_counters_generators_and_averages_are_no_layers(repository):
-    """Nor is a part that begins to change as a whole, nor a tensor that few batches change."""
+    """Nor is a best loss, a part that begins to change as a whole, nor a tensor that few batches change."""
     for step in range(24):
         more = {"rare": torch.full((4,), float(step // 7)), "never": torch.zeros(4), "ids": torch.tensor([step > 9])}
         made = state(step, **more)
         made["average"] = {name: value * float(step > 12) for name, value in made["model"].items() if name != "ids"}
         made["rng"] = torch.full((64,), step, dtype=torch.uint8)
-        made["optimizer"] = {"state": {0: {"step": torch.tensor(float(min(step, 9)))}}}
+        made["scale"], made["best"] = torch.tensor(2.0 ** (step // 9)), torch.tensor(1.0 / min(step + 1, 9))
         repository.save(made, run="r", step=step)
     assert rows_of(repository) == []
+
+
+def with_statistics(step, steps, mean):
+    """Return a state after so many steps of an optimizer, with a running mean and a moving average of the weights."""
+    made = state(steps, running_mean=torch.arange(4.0) * mean)
+    made["average"] = {"moved": made["model"]["moved"] + bool(steps) * 0.9**step}
+    made["optimizer"] = {"state": {0: {"step": torch.tensor(float(steps))}}} if steps else {}
+    return made
+
+
+@pytest.mark.parametrize("steps", [lambda step: max(0, step - 5), lambda step: min(step, 10), lambda step: step // 4])
+def test_an_optimizer_that_takes_no_step_is_no_fault(repository, steps):
+    """A loss that is scaled too high skips steps, and gradients may be summed; statistics and averages go on."""
+    for step in range(16):
+        repository.save(with_statistics(step, steps(step), mean=step), run="r", step=step)
+    assert rows_of(repository) == []
+
+
+@pytest.mark.parametrize(("mean", "what"), [(lambda step: min(step, 9), "died"), (lambda step: max(step, 9), "thawed")])
+def test_statistics_that_a_mode_switches(repository, mean, what):
+    for step in range(16):
+        repository.save(with_statistics(step, step, mean(step)), run="r", step=step)
+    assert rows_of(repository) == [(9, 10, "model.running_mean", what)]
+
+
+def test_statistics_stop_although_a_moment_of_their_shape_moves(repository):
+    for step in range(16):
+        made = with_statistics(step, step, min(step, 9))
+        made["optimizer"] = {"state": {0: {"exp_avg": torch.tensor([1.0, -1, 1, -1]) * (step % 3 + 1)}}}
+        repository.save(made, run="r", step=step)
+    assert rows_of(repository) == [(9, 10, "model.running_mean", "died")]
+
+
+def test_a_frozen_layer_that_changes_between_two_steps(repository):
+    for step in range(20):
+        repository.save(state(step // 4, frozen=float(step > 13)), run="r", step=step)
+    assert rows_of(repository) == [(13, 14, "model.frozen", "thawed")]
 
 
 def test_a_nan_from_the_first_snapshot_on(repository):

@@ -280,30 +280,34 @@ class Index:
             self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
 
     def newest_elsewhere(self, run: str, most: int) -> Iterator[Snapshot]:
-        """Yield the newest committed snapshot, by its step, of at most `most` other runs; that put last comes first.
+        """Yield the newest committed snapshot, by its step, of other runs; the run that was saved last comes first.
 
-        One listing shows the records, and those that are not cached are read. One that is missed costs only space.
+        One listing shows the records, and at most `most` that are not cached are read. One that is missed costs only
+        space.
 
         Raises:
             StorageError: the listing failed, or the store cannot be read at all.
         """
-        for infos in newest_of_runs(self._store.list(records_prefix(None)), run)[:most]:
+        for infos in newest_of_runs(self._store.list(records_prefix(None)), run):
             for info in infos:
-                snapshot = self._record_of(info)
-                if snapshot is not None and snapshot.state == records.COMMITTED:
-                    yield snapshot
+                with self._lock:
+                    known = self._records.get(info.key)
+                    if known is None or not known.is_listed_as(info):
+                        most -= 1
+                        if most < 0:
+                            return
+                        known = self._read_record(info)
+                if known is not None and known.snapshot.state == records.COMMITTED:
+                    yield copied(known.snapshot)
                     break
 
-    def _record_of(self, info: ObjectInfo) -> Snapshot | None:
-        """Return a listed record, cached or read; None if it is damaged, or cannot be read now."""
-        with self._lock:
-            pause, known = self._pauses.get(info.key), self._records.get(info.key)
-            if known is None or not known.is_listed_as(info):
-                if pause is not None and time.monotonic() < pause.until_s:
-                    return None
-                damaged, unread = self._read_records({info.key: info})
-                known = None if damaged or unread else self._records[info.key]
-            return copied(known.snapshot) if known else None
+    def _read_record(self, info: ObjectInfo) -> KnownRecord | None:
+        """Read a listed record; return None if it is damaged, or cannot be read now."""
+        pause = self._pauses.get(info.key)
+        if pause is not None and time.monotonic() < pause.until_s:
+            return None
+        damaged, unread = self._read_records({info.key: info})
+        return None if damaged or unread else self._records[info.key]
 
     def some_keys(self, count: int = 4) -> list[str]:
         """Return the keys of the `count` records that were cached last."""

@@ -79,21 +79,25 @@ def list_ruling(
 def newest_of_runs(infos: Iterable[ObjectInfo], but: str) -> list[list[ObjectInfo]]:
     """Return for each run but one the ruling records of its two highest steps, the highest first.
 
-    The run whose record was put last comes first. There are two, since a killed save leaves an aborted record.
+    The run that was saved last comes first: the first revisions count, as a forget or a tag puts a later one. There are
+    two, since a killed save leaves an aborted record.
     """
     ruling: dict[str, tuple[int, ObjectInfo]] = {}
+    saved: dict[str, float] = {}
     for info in infos:
         parsed = parse_record_key(info.key)
         if parsed is not None and parsed[0] not in (but, UNKNOWN_RUN):
             name = name_of_record(info.key)
+            saved[name] = min(saved.get(name, math.inf), info.modified_s)
             if name not in ruling or parsed[3] > ruling[name][0]:
                 ruling[name] = parsed[3], info
-    runs: dict[str, list[ObjectInfo]] = {}
-    for name in sorted(ruling, key=lambda name: (name.rpartition("-")[0], ruling[name][1].modified_s), reverse=True):
+    runs: dict[str, list[str]] = {}
+    for name in sorted(ruling, key=lambda name: (name.rpartition("-")[0], saved[name]), reverse=True):
         of_run = runs.setdefault(name.split("/")[1], [])
         if len(of_run) < 2:
-            of_run.append(ruling[name][1])
-    return sorted(runs.values(), key=lambda of_run: of_run[0].modified_s, reverse=True)
+            of_run.append(name)
+    last_first = sorted(runs.values(), key=lambda of_run: saved[of_run[0]], reverse=True)
+    return [[ruling[name][1] for name in of_run] for of_run in last_first]
 
 
 def repeated_ids(store: ObjectStore, ruling: Collection[str]) -> dict[str, str]:

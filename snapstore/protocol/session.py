@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from heapq import nlargest
 from typing import Any, Self
 
 import msgspec
@@ -31,9 +32,9 @@ from .same_repository import confirmed
 
 #: The command that proves the snapshots that were copied without verification.
 PROVE = "snapstore repair --level restore --apply"
-#: The first save of a run reads at most so many manifests of other runs; of each snapshot only those that hold at least
-#: one byte in SMALL_PART of its state.
-MOST_MANIFESTS, SMALL_PART = 8, 64
+#: The first save of a run reads at most so many manifests and records of other runs; of each snapshot only the largest
+#: manifests, that hold at least one byte in SMALL_PART of its state.
+MOST_MANIFESTS, MOST_RECORDS, SMALL_PART = 8, 16, 64
 #: Ids of the last saves that this process has begun.
 _begun: deque[str] = deque(maxlen=256)
 
@@ -160,18 +161,24 @@ class SaveSession(Claim):
         """
         left = MOST_MANIFESTS
         try:
-            for snapshot in self._index.newest_elsewhere(self.run, MOST_MANIFESTS):
+            for snapshot in self._index.newest_elsewhere(self.run, MOST_RECORDS):
+                if not left:
+                    break
                 wanted = [ref for ref in main_manifests(snapshot) if ref.sha256 not in self.manifests]
-                if snapshot.unproven or self._index.marks.why(snapshot) or len(wanted) > left:
+                if snapshot.unproven or self._index.marks.why(snapshot) or not 0 < len(wanted) <= left:
                     continue
                 left -= len(wanted)
-                self.manifests |= {ref.sha256: manifest.read(self.store, ref, None) for ref in wanted}
+                try:
+                    self.manifests |= {ref.sha256: manifest.read(self.store, ref, None) for ref in wanted}
+                except (*DAMAGE, CapabilityError) as error:
+                    log.info("run=%s %s is not looked through: %s", self.run, snapshot.ref, error)
+                    continue
                 headers = [self.manifests[ref.sha256].header for ref in main_manifests(snapshot)]
                 has_seed = all(header.digest_seed == self._context.config.digest_seed for header in headers)
                 if has_seed and marked.isdisjoint(keys_of(snapshot, headers)):
                     self.usable_bases.append(snapshot)
                     self.others.add(snapshot.id)
-        except (*DAMAGE, StorageError, CapabilityError) as error:
+        except StorageError as error:
             log.info("run=%s no further snapshot of another run is looked through: %s", self.run, error)
 
     def commit(self, **fields: Any) -> Snapshot:
@@ -194,7 +201,8 @@ class SaveSession(Claim):
 
 def main_manifests(snapshot: Snapshot) -> list[ManifestRef]:
     """Return the manifests of a snapshot that the first save of another run looks through."""
-    return [ref for ref in snapshot.manifests if ref.logical_bytes * SMALL_PART >= snapshot.logical_bytes]
+    large = [ref for ref in snapshot.manifests if ref.logical_bytes * SMALL_PART >= snapshot.logical_bytes]
+    return nlargest(MOST_MANIFESTS, large, key=lambda ref: ref.logical_bytes)
 
 
 class SharedSession(Putter):

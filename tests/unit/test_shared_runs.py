@@ -109,6 +109,27 @@ def test_the_runs_that_were_saved_last_are_looked_through():
         assert repository.save(lora(51, base=1), run="b", step=0).stored_bytes > 350_000
 
 
+def test_neither_forgotten_runs_nor_a_damaged_one_hide_the_others():
+    """A forget puts records of runs that were saved long ago."""
+    store = MemoryStore()
+    with made(store) as repository:
+        for number in range(10):
+            repository.save({"base": floats(9000, number)}, run=f"old{number}", step=0)
+        for number, run in enumerate("ab"):
+            repository.save(lora(number), run=run, step=0)
+        repository.forget_snapshots([f"old{number}@0" for number in range(10)], force=True)
+        store.delete([ref.key for ref in repository.snapshot("b@0").manifests])
+    with opened(store) as repository:
+        assert repository.save(lora(2), run="c", step=0).stored_bytes < 100_000
+
+
+def test_of_many_parts_the_largest_are_looked_through():
+    with made() as repository:
+        state = {f"part{number}": {"w": floats(2000 + number, number)} for number in range(12)}
+        repository.save(state, run="a", step=0)
+        assert repository.save(state, run="b", step=0).new_chunks == 2 * (12 - MOST_MANIFESTS)
+
+
 @pytest.mark.parametrize("way", ["forgotten", "aborted", "gone", "full", "parent", "not shared"])
 def test_which_snapshots_are_looked_through(way):
     store = MemoryStore()

@@ -93,7 +93,10 @@ class SaveSession(Claim):
         self._warn_of_others(view)
         self._choose(view, marked)
         self.seq = view.next_seq(self.run, self._first_seq)
-        if self.parent is None and not self._also and marked is not None and self._context.options.share_runs:
+        parent = view.get(self.parent) if self.parent else None  # if it is of this run, it may be forgotten
+        is_first = view.newest(self.run) is None and not self.usable_bases
+        has_none = self.parent is None or (parent is not None and parent.run == self.run)
+        if is_first and has_none and marked is not None and self._context.options.share_runs:
             self._choose_others(marked)
         if not self.usable_bases:
             self._compare_seed()

@@ -130,6 +130,16 @@ def test_of_many_parts_the_largest_are_looked_through():
         assert repository.save(state, run="b", step=0).new_chunks == 2 * (12 - MOST_MANIFESTS)
 
 
+def test_a_run_whose_snapshots_are_all_forgotten_begins_again():
+    """The repository remembers its last save of the run, which was the parent."""
+    with made() as repository:
+        repository.save(lora(1), run="a", step=0)
+        repository.save(lora(2), run="b", step=0)
+        repository.forget_snapshots(["b@0"], force=True)
+        repository.gc()
+        assert repository.save(lora(3), run="b", step=0).stored_bytes < 100_000
+
+
 @pytest.mark.parametrize("way", ["forgotten", "aborted", "gone", "full", "parent", "not shared"])
 def test_which_snapshots_are_looked_through(way):
     store = MemoryStore()

@@ -54,7 +54,7 @@ def needed_sizes(index: Index, snapshots: Sequence[Snapshot]) -> dict[str, dict[
     found = {}
     for snapshot, headers in _all_headers(index, snapshots):
         if isinstance(headers, SnapstoreError):
-            raise headers
+            raise type(headers)(f"{snapshot.ref}: its size is not known: {headers}") from headers
         sizes = {ref.key: ref.size_bytes for ref in snapshot.manifests}
         if snapshot.manifest_list:  # its size follows from the number of names
             names = ManifestList.of(snapshot.id, MadeFor(bytes(16), 0), snapshot.manifests)

@@ -321,3 +321,15 @@ def test_forget_to_free_takes_first_what_keep_bytes_would_not_keep():
         repository.set_policies("r", [KeepSteps([0]), KeepBytes(2 * size + size // 2)])
         result = repository.forget_to_free(3 * size + size // 2, dry_run=True)
         assert [s.step for s in result.forgotten] == [1, 2, 3, 4]
+
+
+def test_keep_bytes_forgets_nothing_while_the_size_of_a_snapshot_is_not_known():
+    with made() as repository:
+        for step in range(3):
+            repository.save({"w": floats(3000, step)}, run="a", step=step)
+        other = repository.save({"w": floats(3000, 9)}, run="b", step=0)
+        repository.store.delete([ref.key for ref in other.manifests])
+        with Repository.open(repository.store) as fresh:
+            with pytest.raises(NotFoundError, match=r"b@0: its size is not known"):
+                fresh.forget([KeepBytes(1)], run="a")
+            assert len(fresh.snapshots("a")) == 3

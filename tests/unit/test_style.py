@@ -212,6 +212,11 @@ def test_subjects(text, expected):
     assert prose.is_subject(text) is expected
 
 
+def test_ci_runs_all_tests():
+    """An emptied file would pass."""
+    assert (prose.ROOT / ".ci" / "run").read_text().splitlines()[-1] == "tools/test"
+
+
 def test_the_rules_find_what_breaks_them(tmp_path, monkeypatch, capsys):
     """In a tree that breaks every rule, each rule finds exactly the lines that break it."""
     folder = tmp_path / "snapstore" / "deep"

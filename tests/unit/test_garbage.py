@@ -11,7 +11,7 @@ from snapstore import Repository, SaveOptions, SnapshotManager
 from snapstore.engine.batches import DecodeJob, EncodeJob
 from snapstore.engine.cpu import EncodedChunk
 from snapstore.format.manifests.manifest import Box, TensorEntry
-from snapstore.save import chunk_writer, known_chunks
+from snapstore.save import chunk_columns, known_chunks
 from snapstore.save.inputs import BoxOf, TensorInput
 from snapstore.save.replicas import Replica
 from snapstore.save.shares import Piece
@@ -23,7 +23,7 @@ TENSORS, SAVES = 500, 4
 
 #: There is one of these for each tensor, box or chunk of a save.
 MANY = [Box, TensorEntry, TensorSpec, TensorInput, BoxOf, Piece, Replica, EncodeJob, DecodeJob, EncodedChunk]
-MANY += [chunk_writer._ChunkRange, known_chunks._BoxChunks]
+MANY += [chunk_columns.ChunkRange, known_chunks._BoxChunks]
 
 
 def tensors():

@@ -451,8 +451,9 @@ class SnapshotManager(Steps):
             ended = self._background.join(GIVE_UP_S)
         if self._mirror is not None:
             self._mirror.close(None if end is None else max(0.0, end - time.monotonic()))
+        self._closed = True  # a hook begins no save from here on
         self._hooks.drain(None if end is None else max(0.0, end - time.monotonic()))
-        self._closed = True
+        ended = ended and self._background.join(None if end is None else max(0.0, end - time.monotonic()))
         try:
             if self._job is not None:
                 limit_s = None if end is None else max(GIVE_UP_S, end - time.monotonic())

@@ -209,10 +209,14 @@ class Hooks:
             del call  # or this thread would hold an event while it waits for the lock
 
     def drain(self, timeout: float | None) -> None:
-        """Wait until the hooks have got all events, at most `DRAIN_S` or `timeout` seconds; then drop the others."""
+        """Wait until the hooks have got all events, at most `DRAIN_S` or `timeout` seconds; then drop the others.
+
+        The exit of the interpreter does not wait for them again.
+        """
         if os.getpid() != self._pid or threading.current_thread() is self._thread:  # a hook may close its manager
             return
         limit_s = DRAIN_S if timeout is None else min(DRAIN_S, timeout)
+        _all.discard(self)
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None, limit_s)
             is_stuck = self._thread is not None
@@ -230,9 +234,10 @@ _all: WeakSet[Hooks] = WeakSet()
 
 @atexit.register
 def _drain_all() -> None:
-    """Wait at the interpreter's exit, which waits for saves, but not for daemons."""
+    """Wait at the interpreter's exit, which waits for saves, but not for daemons; `DRAIN_S` for all managers."""
+    end = time.monotonic() + DRAIN_S
     for hooks in list(_all):
-        hooks.drain(None)
+        hooks.drain(max(0.0, end - time.monotonic()))
 
 
 def _checked(what: str, given: Given[E]) -> Sequence[Callable[[E], object]]:

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -155,9 +156,39 @@ def test_a_hanging_hook_delays_no_save_and_close_only_for_a_while(store, monkeyp
         "a hook has not returned 0.05 s after the last save",
         "4 events were dropped: no hook got them",
     ]
+    assert snapshots._hooks not in hooks._all, "the interpreter's exit would wait once more"
     going_on.set()
     until(lambda: snapshots._hooks._thread is None, 60)
     assert told.ends() == [(0, True)]
+
+
+def test_the_exit_waits_for_all_managers_together(store, monkeypatch):
+    waits = []
+    monkeypatch.setattr(hooks, "DRAIN_S", 0.05)
+    monkeypatch.setattr(hooks, "_all", made := [hooks.Hooks("a", waits.append, None) for _ in range(3)])
+    for one in made:
+        monkeypatch.setattr(one, "drain", lambda timeout: waits.append(timeout) or time.sleep(timeout))
+    hooks._drain_all()
+    assert sum(waits) < 0.06
+
+
+def test_a_hook_begins_no_save_while_its_manager_closes(store):
+    closing, refused = threading.Event(), []
+
+    def save(event):
+        closing.wait(60)
+        try:
+            snapshots.save(1, state(1))
+        except InvalidInputError as error:
+            refused.append(str(error))
+
+    snapshots = manager(store, None, on_commit=save)
+    real = snapshots._hooks.drain
+    snapshots._hooks.drain = lambda timeout: (closing.set(), real(timeout))
+    snapshots.save(0, state(0)).result()
+    snapshots.close()
+    assert len(refused) == 1
+    assert committed(store.inner) == [0]
 
 
 def test_a_hanging_hook_does_not_hold_up_the_end_of_a_job_that_was_told(store, monkeypatch):

@@ -4,18 +4,20 @@ In: the tensors of a snapshot, and the packs that its own save wrote. Out: a Lay
 to a limit, and rebuilds no value.
 
 An element of a stored difference or XOR is zero if and only if the element is that of the base. A chunk that an earlier
-save has stored is unchanged. A chunk that was written whole says nothing.
+save has stored is unchanged. A chunk that was written whole says nothing, nor does a delta to a chunk older than the
+parent's (docs/design/chains.md, skips): it sums the changes of several saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TypeVar
 
 import numpy as np
 
+from ..arrays import Bytes, Column
 from ..context import Context
 from ..errors import CapabilityError, IntegrityError
 from ..format.blobs import blob, codecs
@@ -27,6 +29,10 @@ from .stats import group_of
 from .stored_tensors import StoredTensor
 
 T = TypeVar("T")
+#: (digests (n, 16) of chunks, names of their packs) -> which of them the parent has, (n,) bool.
+OfParent = Callable[[Bytes, list[str]], Column]
+#: If more than this share of a layer was written whole, its share of changed elements is not known.
+MOST_WHOLE = 0.1
 #: The most deltas of a layer that are read for one snapshot.
 DELTAS_PER_LAYER = 4
 
@@ -49,7 +55,7 @@ class LayerChange:
         nbytes: of all its chunks. Small tensors, which lie in the manifest, do not count [bytes].
         whole_bytes: of its new chunks that were written whole.
         delta_bytes: of its new chunks that were written as deltas.
-        deltas: where each of them lies.
+        deltas: where each of them lies whose base is a chunk of the parent.
         elements, changed: the elements of the deltas that were read, and how many of these changed.
     """
 
@@ -62,9 +68,9 @@ class LayerChange:
 
     @property
     def share(self) -> float | None:
-        """Return the share of changed elements, 0 to 1; None if less than half of the layer tells it."""
+        """Return the share of changed elements since the parent, 0 to 1; None if it is not known."""
         known = self.nbytes - self.whole_bytes
-        if 2 * known < self.nbytes or not known or (self.delta_bytes and not self.elements):
+        if self.whole_bytes > MOST_WHOLE * self.nbytes or not known or (self.delta_bytes and not self.elements):
             return None
         return self.changed / max(1, self.elements) * self.delta_bytes / known
 
@@ -83,12 +89,17 @@ def layer_of(path: Path) -> str:
 
 
 def changes_by_layer(
-    context: Context, tensors: Iterable[tuple[Path, StoredTensor]], own_packs: Container[str], limit_bytes: int
-) -> tuple[dict[str, LayerChange], int]:
-    """Return the changes of each layer, and how many bytes of deltas were read.
+    context: Context,
+    tensors: Iterable[tuple[Path, StoredTensor]],
+    own_packs: Container[str],
+    of_parent: OfParent,
+    limit_bytes: int,
+) -> tuple[dict[str, LayerChange], int, int]:
+    """Return the changes of each layer, how many deltas were read, and their bytes.
 
     Args:
         own_packs: names of the packs that the save wrote.
+        of_parent: tells which bases are chunks of the parent.
         limit_bytes: read at most so many bytes: one delta of each layer, then a second one, and so on.
 
     Raises:
@@ -99,15 +110,15 @@ def changes_by_layer(
         layer = found.setdefault(layer_of(path), LayerChange())
         for box in stored.boxes:
             if box.chunks:
-                _add_box(layer, box, own_packs)
-    read_bytes = 0
+                _add_box(layer, box, own_packs, of_parent)
+    count = read_bytes = 0
     for number in range(DELTAS_PER_LAYER):
         for layer in found.values():
             some = evenly(layer.deltas, DELTAS_PER_LAYER)
             if number < len(some) and read_bytes + some[number].length <= limit_bytes:
-                read_bytes += some[number].length
+                count, read_bytes = count + 1, read_bytes + some[number].length
                 _count(context, layer, some[number])
-    return {name: layer for name, layer in found.items() if layer.nbytes}, read_bytes
+    return {name: layer for name, layer in found.items() if layer.nbytes}, count, read_bytes
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:
@@ -117,7 +128,7 @@ def evenly(items: Sequence[T], count: int) -> list[T]:
     return [items[at] for at in np.linspace(0, len(items) - 1, count).round().astype(int).tolist()]
 
 
-def _add_box(layer: LayerChange, box: StoredBox, own_packs: Container[str]) -> None:
+def _add_box(layer: LayerChange, box: StoredBox, own_packs: Container[str], of_parent: OfParent) -> None:
     table, names = box.m.table, box.m.header.pack_names
     rows = slice(box.first_chunk, box.first_chunk + box.chunks)
     heads, lengths = table.starts[rows], table.lengths[rows].astype(np.int64)
@@ -127,8 +138,13 @@ def _add_box(layer: LayerChange, box: StoredBox, own_packs: Container[str]) -> N
     layer.nbytes += int(lengths.sum())
     layer.whole_bytes += int(lengths[is_whole].sum())
     layer.delta_bytes += int(lengths[is_delta].sum())
+    if not is_delta.any():
+        return
+    heads, lengths = heads[is_delta], lengths[is_delta]
+    bases = heads + 1  # the next link of each chain
+    is_direct = of_parent(table.ref_digests[bases], [names[pack] for pack in table.ref_packs[bases].tolist()])
     columns = (table.ref_packs, table.ref_offsets, table.ref_lengths)
-    places = zip(*(column[heads[is_delta]].tolist() for column in columns), lengths[is_delta].tolist(), strict=True)
+    places = zip(*(column[heads[is_direct]].tolist() for column in columns), lengths[is_direct].tolist(), strict=True)
     layer.deltas += [DeltaPlace(names[pack], *place) for pack, *place in places]
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -23,15 +25,17 @@ from ..context import Context
 from ..errors import FormatError, IntegrityError, NotFoundError, SnapstoreError, StorageError
 from ..format.blobs import blob, codecs, pack
 from ..format.keys import pack_key
+from ..format.manifests.delta_chain import Digests
 from ..format.manifests.manifest import Manifest
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 from ..protocol.forget import object_sizes
 from ..restore.pipeline import read_as_ruled
+from ..state.values.containers import Path
 from ..text import strip_hint
-from .changed_elements import LayerChange, changes_by_layer, evenly
+from .changed_elements import LayerChange, OfParent, changes_by_layer, evenly
 from .layer_values import LayerMove, moves_by_layer
 from .stats import codec_bytes
-from .stored_tensors import read_tensors
+from .stored_tensors import StoredTensor, read_tensors
 
 T = TypeVar("T")
 #: So many steps are sampled in all, and at least two in each of the SAMPLED_RUNS longest runs.
@@ -157,15 +161,12 @@ def _reasons(context: Context, view: View, run: str) -> Iterable[tuple[str, str]
 
 
 def _spread(kept: dict[str, list[Snapshot]], count: int) -> dict[str, list[Snapshot]]:
-    """Return at most `count` snapshots in all, evenly spread over each of the longest runs, two of each or more."""
+    """Return at most `count` snapshots in all, evenly spread over the longest runs, two of each or more, by step."""
     longest = sorted((run for run in kept if kept[run]), key=lambda run: -len(kept[run]))[:SAMPLED_RUNS]
     total = sum(len(kept[run]) for run in longest)
     more = count - 2 * len(longest)
-    return {
-        run: evenly(retention.current(kept[run])[::-1], 2 + more * len(kept[run]) // total)
-        for run in kept
-        if run in longest
-    }
+    current = {run: sorted(retention.current(kept[run]), key=lambda s: s.step) for run in longest}
+    return {run: evenly(current[run], 2 + more * len(kept[run]) // total) for run in kept if run in longest}
 
 
 class _Collector:
@@ -173,6 +174,7 @@ class _Collector:
 
     def __init__(self, context: Context, view: View, data: ReportData) -> None:
         self._context, self._view, self._data = context, view, data
+        self._chunks: tuple[str, Digests] = "", Digests()  # of the snapshot that was read last
 
     def sampled(self, snapshot: Snapshot) -> SampledStep | None:
         """Return what manifests and packs tell of a snapshot; None if they cannot be read."""
@@ -195,18 +197,42 @@ class _Collector:
         return MovedStep(a, b, layers)
 
     def _sample(self, snapshot: Snapshot) -> SampledStep:
-        manifests, tensors = read_tensors(self._context, snapshot)
-        read = {id(m): m for stored in tensors.values() for m, _ in stored.pieces} | {id(m): m for m in manifests}
-        nbytes = sum(m.ref.size_bytes for m in read.values() if m.ref)
-        self._data.manifests = _plus(self._data.manifests, len(read), nbytes)
+        read, manifests, tensors = self._manifests(snapshot)
         step = SampledStep(snapshot, ranks=max((m.header.world_size for m in manifests), default=0) or 1)
         own, is_rewritten = self._own_packs(step, manifests)
         parent = self._view.get(snapshot.parent) if snapshot.parent else None
         if parent is not None and not is_rewritten:
             named = ((path, stored) for (path, _), stored in tensors.items())
-            step.layers, nbytes = changes_by_layer(self._context, named, own, DELTA_BYTES_PER_STEP)
-            self._data.deltas = _plus(self._data.deltas, 1, nbytes)
+            of_parent = self._of_parent(parent)
+            step.layers, *found = changes_by_layer(self._context, named, own, of_parent, DELTA_BYTES_PER_STEP)
+            self._data.deltas = _plus(self._data.deltas, *found)
+        self._chunks = snapshot.id, _digests(read.values())
         return step
+
+    def _of_parent(self, parent: Snapshot) -> OfParent:
+        """Return what tells which chunks the parent has: its manifests, or the packs of its save if they are gone."""
+        if self._chunks[0] != parent.id and parent.state in (COMMITTED, FORGOTTEN):
+            with suppress(SnapstoreError):  # deleted meanwhile, or damaged
+                self._chunks = parent.id, _digests(self._manifests(parent)[0].values())
+        if self._chunks[0] == parent.id:
+            digests = self._chunks[1]
+            return lambda found, _: digests.has(found)
+
+        @cache
+        def is_of_save(name: str) -> bool:
+            return pack.read_header(self._context.store, pack_key(name)).made_for.snapshot.hex() == parent.id
+
+        return lambda _, names: np.array([is_of_save(name) for name in names], bool)
+
+    def _manifests(
+        self, snapshot: Snapshot
+    ) -> tuple[dict[int, Manifest], list[Manifest], dict[tuple[Path, int], StoredTensor]]:
+        """Read the manifests of a snapshot: all of them by their `id`, those that its record names, and the tensors."""
+        manifests, tensors = read_tensors(self._context, snapshot)
+        read = {id(m): m for stored in tensors.values() for m, _ in stored.pieces} | {id(m): m for m in manifests}
+        nbytes = sum(m.ref.size_bytes for m in read.values() if m.ref)
+        self._data.manifests = _plus(self._data.manifests, len(read), nbytes)
+        return read, manifests, tensors
 
     def _own_packs(self, step: SampledStep, manifests: Sequence[Manifest]) -> tuple[set[str], bool]:
         """Read the lists of blobs of the packs that the save of a snapshot wrote.
@@ -265,6 +291,14 @@ def _add_listings(step: SampledStep, listings: Sequence[pack.PackListing], scale
                         key = (size, is_delta, plane)
                         step.planes[key] = _plus(step.planes.get(key, (0, 0)), stored, plain)
     step.parts, step.codecs = dict(parts), dict(by_codec)
+
+
+def _digests(manifests: Iterable[Manifest]) -> Digests:
+    """Return the digests of all chunks of some manifests."""
+    found = Digests()
+    for m in manifests:
+        found.add(m.table.digests)
+    return found
 
 
 def _plus(pair: tuple[int, int], first: int, second: int) -> tuple[int, int]:

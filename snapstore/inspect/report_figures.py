@@ -70,7 +70,10 @@ def label(text: str, most: int = NAME_CHARACTERS) -> str:
 
 
 def lines(title: str, note: str, series: Iterable[Series], unit: str, **axis: Any) -> Figure:
-    """Return lines over steps. `unit`: B, s, or empty for plain numbers; `axis`: more options of the y axis."""
+    """Return lines over steps, with a gap where a run went back.
+
+    `unit`: B, s, or empty for plain numbers; `axis`: more options of the y axis.
+    """
     shown = [one for one in series if any(y is not None for y in one[2])]
     points = sum(len(xs) for _, xs, _ in shown)
     if points > MOST_POINTS:
@@ -79,6 +82,9 @@ def lines(title: str, note: str, series: Iterable[Series], unit: str, **axis: An
     form = f"%{{y:.4~s}}{unit}" if unit else "%{y:.5~g}"
     for number, (name, xs, ys) in enumerate(shown):
         pairs = evenly(list(zip(xs, ys, strict=True)), max(2, MOST_POINTS * len(xs) // max(points, MOST_POINTS)))
+        rows += [[name, x, text_of(y, unit)] for x, y in pairs]
+        for at in [at for at in range(len(pairs) - 1, 0, -1) if pairs[at][0] < pairs[at - 1][0]]:
+            pairs.insert(at, (None, None))
         traces.append(
             {
                 "type": "scatter",
@@ -95,10 +101,9 @@ def lines(title: str, note: str, series: Iterable[Series], unit: str, **axis: An
                 "hovertemplate": f"step %{{x}}: {form}",
             }
         )
-        rows += [[name, x, text_of(y, unit)] for x, y in pairs]
     layout = {
         "xaxis": {"title": {"text": "step"}, "type": "linear"},
-        "yaxis": {"rangemode": "tozero", "tickformat": "~s", "ticksuffix": unit, **axis},
+        "yaxis": {"rangemode": "tozero", "tickformat": "~s" if unit else "~g", "ticksuffix": unit, **axis},
         "showlegend": len(traces) > 1,
         "hovermode": "closest",
     }
@@ -154,7 +159,7 @@ def heat_map(
 
     Args:
         value: of a layer.
-        scale: options of the colours: `zmin`, `zmax` and the form of the values.
+        scale: options of the colours, the form of the values, and `is_log`: colours are logarithmic.
     """
     names = list(dict.fromkeys(name for step in steps for name in step.layers))
     if len(names) > MOST_LAYERS:
@@ -162,7 +167,7 @@ def heat_map(
         names = evenly(names, MOST_LAYERS)
     refs, shown = [str(step.snapshot.step) for step in steps], [label(name) for name in names]
     found = [[rounded(value(s.layers[name])) if name in s.layers else None for s in steps] for name in names]
-    form, scale = scale["form"], {key: scale[key] for key in scale if key != "form"}
+    form, options = scale["form"], {key: scale[key] for key in scale if key not in ("form", "is_log")}
     cells = {
         "type": "heatmap",
         "x": refs,
@@ -175,8 +180,10 @@ def heat_map(
         "hoverongaps": False,
         "hovertemplate": f"%{{text}}, step %{{x}}: %{{z:{form}}}<extra></extra>",
         "colorbar": {"thickness": 12, "tickformat": form, "outlinewidth": 0},
-        **scale,
+        **options,
     }
+    if scale.get("is_log"):
+        cells |= _logarithmic(cells)
     missing = [(ref, row) for row, of in enumerate(found) for ref, z in zip(refs, of, strict=True) if z is None]
     cross = {
         "type": "scatter",
@@ -206,7 +213,26 @@ def heat_map(
         for ref, z in zip(refs, of, strict=True)
     ]
     phone = [label(name, PHONE_CHARACTERS) for name in names]
-    return Figure(title, note, [cells, cross], layout, ["layer", ">step", ">value"], rows, phone)
+    return Figure(title, note, [cells, cross] if names else [], layout, ["layer", ">step", ">value"], rows, phone)
+
+
+def _logarithmic(cells: dict[str, Any]) -> dict[str, Any]:
+    """Return what makes the colours of a heat map logarithmic. Zeros get the lowest colour, and 8 decades are shown."""
+    found: list[list[float | None]] = cells["z"]
+    positive = [z for of in found for z in of if z]
+    if not positive:
+        return {}
+    high = math.ceil(math.log10(max(positive)))
+    low = min(high - 1, max(high - 8, math.floor(math.log10(min(positive)))))
+    ticks = list(range(low, high + 1))
+    return {
+        "z": [[None if z is None else rounded(math.log10(max(z, 10.0**low))) for z in of] for of in found],
+        "customdata": found,
+        "hovertemplate": cells["hovertemplate"].replace("%{z:", "%{customdata:"),
+        "colorbar": cells["colorbar"] | {"tickvals": ticks, "ticktext": [f"{10.0**tick:g}" for tick in ticks]},
+        "zmin": low,
+        "zmax": high,
+    }
 
 
 def rounded(value: float | None) -> float | None:
@@ -359,8 +385,9 @@ def space(data: ReportData) -> list[Figure]:
     stored = lines("Stored by each save", note, over_steps(data, lambda s: s.stored_bytes), "B")
     note = "Bytes of state over bytes stored, of each save. Higher is better."
     ratios = [s.ratio for s in data.snapshots if s.ratio]
-    is_wide = bool(ratios) and max(ratios) > WIDE * min(ratios)  # a snapshot of an unchanged state has a huge one
-    ratio = lines("Ratio", note, over_steps(data, lambda s: s.ratio or None), "", type="log" if is_wide else "linear")
+    factor = max(ratios) / min(ratios) if ratios else 1.0  # a snapshot of an unchanged state has a huge one
+    axis = {"type": "log", "dtick": "D2" if factor < 1000 else 1} if factor > WIDE else {}
+    ratio = lines("Ratio", note, over_steps(data, lambda s: s.ratio or None), "", **axis)
     parts: dict[str, tuple[list[int], list[float | None]]] = {}
     for snapshot in written:
         prefix = f"{snapshot.run}: " if len(data.runs) > 1 else ""
@@ -372,7 +399,8 @@ def space(data: ReportData) -> list[Figure]:
             xs.append(snapshot.step)
             ys.append(nbytes)
     note = "Bytes of the state itself, before dedup, deltas and codecs. From the records of all snapshots."
-    return [stored, ratio, lines("State by part", note, [(name, *xy) for name, xy in parts.items()], "B")]
+    state = lines("State by part", note, [(name, *xy) for name, xy in parts.items()], "B")
+    return [figure for figure in (stored, ratio, state) if figure.traces]
 
 
 def times(data: ReportData) -> list[Figure]:
@@ -400,7 +428,7 @@ def metrics(data: ReportData) -> list[Figure]:
         for run, xs, ys in over_steps(data, partial(_metric, name)):
             known = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
             series.append((run, [x for x, _ in known], [y for _, y in known]))
-        figures.append(lines(name, note, series, "", rangemode="normal", tickformat="~g"))
+        figures.append(lines(name, note, series, "", rangemode="normal"))
     return figures
 
 
@@ -414,22 +442,33 @@ def of_run(data: ReportData, run: str) -> list[Figure]:
     if not steps:
         return []
     sample = f"Of {counted(len(steps), 'step')}, evenly spread over the run."
-    note = f"Share of the elements that changed since the base of each delta, from stored deltas. {sample}"
-    note += " A cross: the layer was written whole, or is new, so no delta tells it."
+    note = f"Share of the elements that changed since the parent of each snapshot, from stored deltas. {sample}"
+    note += (
+        " A cross: not known. The layer is new or missing, its deltas skip saves, or a tenth of it was written whole."
+    )
     scale = {"zmin": 0, "zmax": 1, "form": ".2~%"}
     figures = [heat_map("Changed elements by layer", note, steps, lambda layer: layer.share, scale)]
-    for title, value, form, name in (
-        ("Relative L2 by layer", lambda move: move.relative_l2, ".2~g", "norm(b - a) / norm(a)"),
-        ("Cosine by layer", lambda move: move.cosine, ".6~g", "a b / (norm(a) norm(b))"),
-    ):
-        if data.moved and data.moved.get(run):
-            moved = data.moved[run]
-            note = f"{name} of each step b and the one a before it, of {len(moved) + 1} steps whose values were read."
-            figures.append(heat_map(title, note, moved, value, {"form": form}))
+    if data.moved and data.moved.get(run):
+        figures += _moves(data.moved[run])
     figures += _planes(steps, sample)
     note = f"Bytes of the packs that a save wrote. {sample}"
     figures.append(bars("Stored by part", note, steps, lambda step: step.parts))
-    return [*figures, bars("Stored by codec", note, steps, lambda step: step.codecs)]
+    figures.append(bars("Stored by codec", note, steps, lambda step: step.codecs))
+    return [figure for figure in figures if figure.traces]
+
+
+def _moves(moved: Sequence[MovedStep]) -> list[Figure]:
+    """Return the figures of how far each layer moved."""
+    of = f"of each step b and the one a before it, of {len(moved) + 1} steps whose values were read."
+    cross = "A cross: a is zero, a value is not finite, or the layer is not in both."
+    note = f"norm(b - a) / norm(a) {of} The colours are logarithmic. {cross}"
+    scale = {"form": ".2~g", "is_log": True}
+    l2 = heat_map("Relative L2 by layer", note, moved, lambda move: move.relative_l2, scale)
+    cosines = [layer.cosine for step in moved for layer in step.layers.values()]
+    least = min((cosine for cosine in cosines if math.isfinite(cosine)), default=1.0)
+    note = f"a b / (norm(a) norm(b)) {of} {cross}"
+    scale = {"form": ".6~g", "zmin": min(0.99, least), "zmax": 1}
+    return [l2, heat_map("Cosine by layer", note, moved, lambda move: move.cosine, scale)]
 
 
 def _planes(steps: Sequence[SampledStep], sample: str) -> list[Figure]:
@@ -444,7 +483,7 @@ def _planes(steps: Sequence[SampledStep], sample: str) -> list[Figure]:
             place = "highest byte" if plane == size - 1 else "lowest byte" if plane == 0 else f"byte {plane}"
             name = f"{place}{', delta' if is_delta else ', whole'}"
             series.append((name, [x for x, _ in known], [y for _, y in known]))
-        note = "Bytes of each plane after coding, over its plain bytes: 1 means that it does not compress. The highest "
+        note = "Bytes of each plane after coding, over its plain bytes: at 100 %, it does not compress. The highest "
         note += f"byte of a float is its exponent. Without sparse deltas, which have no planes. {sample}"
         title = f"Compressibility by plane: elements of {counted(size, 'byte')}"
         figures.append(lines(title, note, series, "", tickformat=".0%"))

@@ -81,7 +81,6 @@ def report(context: Context, runs: Sequence[str], *, values: bool, storage_price
             raise InvalidInputError(f"{name} {quoted(price)}: expected a number of 0 or more")
     library = _library()
     data = collect(context, list(runs), values=values)
-    valued = {s.id for steps in (data.moved or {}).values() for step in steps for s in (step.before, step.snapshot)}
     return RunReport(
         html=_page(data, Prices(storage_price, put_price), library),
         runs=data.runs,
@@ -89,11 +88,16 @@ def report(context: Context, runs: Sequence[str], *, values: bool, storage_price
         sampled=sum(map(len, data.sampled.values())),
         manifests=data.manifests[0],
         packs=data.packs[0],
-        valued=len(valued),
+        valued=len(_valued(data)),
         read_bytes=data.manifests[1] + data.packs[1] + data.deltas[1] + data.values[1],
         unread=data.unread,
         unknown=data.unknown,
     )
+
+
+def _valued(data: ReportData) -> set[str]:
+    """Return the ids of the snapshots whose values were read."""
+    return {s.id for steps in (data.moved or {}).values() for step in steps for s in (step.before, step.snapshot)}
 
 
 def _library() -> str:
@@ -161,10 +165,10 @@ def _tiles(data: ReportData) -> str:
     kept = [s for s in data.snapshots if s.state == COMMITTED]
     logical, stored = sum(s.logical_bytes for s in data.snapshots), sum(s.stored_bytes for s in data.snapshots)
     tiles = [
-        (f"{states[COMMITTED]:,}", f"kept of {len(data.snapshots):,} snapshots"),
+        (f"{states[COMMITTED]:,}", f"kept of {counted(len(data.snapshots), 'snapshot')}"),
         (f"{states[FORGOTTEN]:,} / {states[SWEPT]:,}", "forgotten / swept"),
         (human_bytes(max((s.logical_bytes for s in kept), default=0)), "largest state"),
-        (human_bytes(stored), f"stored by all saves, {logical / stored if stored else 0:.1f}x less than the states"),
+        (human_bytes(stored), f"stored by all saves, for {human_bytes(logical)} of states"),
         (f"{sum(s.stall_s for s in data.snapshots):.3g} s", "the loop waited, in all saves"),
     ]
     return f"<ul class=tiles>{''.join(f'<li><b>{_text(value)}</b> {_text(name)}</li>' for value, name in tiles)}</ul>"
@@ -202,7 +206,7 @@ def _cost(data: ReportData, prices: Prices) -> str:
     stall_s, total_s = sum(s.stall_s for s in data.snapshots), sum(s.total_s for s in data.snapshots)
     gpu_s = sum(s.stall_s * ranks.get(s.run, 1) for s in data.snapshots)
     gb, own = data.stored_bytes / 1e9, sum(s.stored_bytes for s in there)
-    of_ranks = "one GPU for each rank, by the manifests of sampled steps"
+    of_ranks = "one GPU for each rank, by the manifests of sampled steps; one for a run without any"
     rows: list[list[object]] = [
         [
             "The repository now",
@@ -239,12 +243,18 @@ def _read(data: ReportData) -> str:
     """Return tables of what was read, and of what could not be."""
     sampled, kept = sum(map(len, data.sampled.values())), sum(s.state == COMMITTED for s in data.snapshots)
     of = f"of {sampled} of {kept:,} kept snapshots, evenly spread over {counted(len(data.sampled), 'run')}"
+    valued = counted(len(_valued(data)), "step")
     rows: list[list[object]] = [
         ["records", f"{len(data.snapshots):,}", "", "all of these runs"],
-        ["manifests", f"{data.manifests[0]:,}", human_bytes(data.manifests[1]), of],
+        ["manifests", f"{data.manifests[0]:,}", human_bytes(data.manifests[1]), f"{of}, and of their parents"],
         ["packs, their lists of blobs", f"{data.packs[0]:,}", human_bytes(data.packs[1]), of],
-        ["deltas, for changed elements", "", human_bytes(data.deltas[1]), f"{of}, some of each layer"],
-        ["values", "", human_bytes(data.values[1]), "not asked for" if data.moved is None else "of at most 50 steps"],
+        [
+            "deltas, for changed elements",
+            f"{data.deltas[0]:,}",
+            human_bytes(data.deltas[1]),
+            f"{of}, some of each layer",
+        ],
+        ["values", "", human_bytes(data.values[1]), "not asked for" if data.moved is None else f"of {valued}"],
     ]
     parts = [_table("Read for this page.", ["what", ">number", ">bytes", "of"], rows)]
     if left_out := [[run] for run in data.runs if run not in data.sampled]:
@@ -296,7 +306,7 @@ details .table{max-height:420px;overflow-y:auto}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 caption{padding:4px 0;color:#555}
 td,th{padding:3px 12px 3px 0;border-bottom:1px solid #ddd;vertical-align:top}
-td:last-child{min-width:14em}
+td:last-child,td:nth-child(2):nth-last-child(4){min-width:14em}
 summary{cursor:pointer;color:#555;font-size:14px}
 @media(max-width:600px){body{padding:0 10px 32px}h1{font-size:22px}.tiles{grid-template-columns:1fr 1fr}}
 @media print{.plot,figure{break-inside:avoid}}

@@ -14,7 +14,7 @@ import torch
 from kit import rank_saves
 from kit.s3_stores import moto_bucket
 from kit.shell import invoke
-from snapstore import CapabilityError, InvalidInputError, KeepLast, NotFoundError, SaveOptions
+from snapstore import CapabilityError, InvalidInputError, KeepEvery, KeepLast, NotFoundError, SaveOptions
 from snapstore.format.keys import manifest_key
 from snapstore.inspect import changed_elements, report, report_figures
 from snapstore.inspect.diff import diff
@@ -87,6 +87,77 @@ def test_elements_are_counted_exactly(itemsize, delta, share):
         else:
             assert layer.share is None
             assert share == 0.9
+
+
+@pytest.mark.parametrize("is_swept", [False, True])
+def test_shares_count_from_the_parent(is_swept):
+    """A chain of deltas skips links at times, so the base of a delta may be older than the parent."""
+    rng = np.random.default_rng(1)
+    weights = {f"h.{number}": rng.standard_normal(20_000).astype(np.float32) for number in range(1, 4)}
+    changed = {}
+    with made() as repository:
+        for step in range(18):
+            before = {name: value.copy() for name, value in weights.items()}
+            for number, value in enumerate(weights.values(), 1):
+                value[rng.integers(0, value.size, 300 * number)] *= np.float32(1.001)
+            changed |= {(step, name): (before[name] != weights[name]).mean() for name in weights}
+            repository.save(weights, run="a", step=step)
+        if is_swept:
+            repository.forget(KeepEvery(3), run="a")
+            repository.gc()
+        (first, *steps) = collected(repository).sampled["a"]
+        found = {(step.snapshot.step, name): layer.share for step in steps for name, layer in step.layers.items()}
+        assert first.snapshot.step == 0
+        assert found == {key: share and pytest.approx(changed[key], abs=0.02) for key, share in found.items()}
+        assert 2 * sum(share is not None for share in found.values()) > len(found)
+
+
+def test_a_layer_of_which_much_was_written_whole_has_no_share():
+    rng = np.random.default_rng(0)
+    before = rng.standard_normal(100 * 2048).astype(np.float32)
+    after = before.copy()
+    after[: 40 * 2048] = rng.standard_normal(40 * 2048)
+    with made() as repository:
+        repository.save({"w": before}, run="a", step=0)
+        repository.save({"w": after}, run="a", step=1)
+        layer = collected(repository).sampled["a"][1].layers["w"]
+        assert layer.whole_bytes + layer.delta_bytes == 40 * 8192
+        assert layer.share is None, "not 0"
+
+
+def test_a_run_that_went_back_has_a_gap_and_its_steps_are_sorted():
+    with made() as repository:
+        for step in (0, 10, 20, 30, 15, 20):
+            parent = "a@10" if step == 15 else None
+            repository.save({"w": np.full(3000, step)}, run="a", step=step, parent=parent, metrics={"loss": step})
+        figures = json.loads(figures_of(repository.report().html))
+        (line,) = next(f for f in figures if f["layout"]["yaxis"].get("ticksuffix") == "B")["data"]
+        assert line["x"] == [0, 10, 20, 30, None, 15, 20]
+        assert line["y"][4] is None
+        assert [step.snapshot.step for step in collected(repository).sampled["a"]] == [0, 10, 15, 20, 30]
+        bars = [f["data"][0]["x"] for f in figures if f["data"][0]["type"] == "bar"]
+        assert bars == [["0", "10", "15", "20", "30"]] * 2
+
+
+def test_figures_without_values_are_left_out():
+    with made() as repository:
+        for step in range(2):
+            repository.save({"n": step}, run="a", step=step)
+        page = repository.report(values=True)
+        assert all(figure["data"] for figure in json.loads(figures_of(page.html)))
+        assert ">Changed elements by layer<" not in page.html
+        assert ">Ratio<" not in page.html
+
+
+def test_colours_of_distances_are_logarithmic():
+    values = [[1e-30, None, 0.0], [2e-3, 50.0, 1e-3]]
+    found = report_figures._logarithmic({"z": values, "hovertemplate": "%{z:.2~g}", "colorbar": {"thickness": 12}})
+    assert found["z"] == [[-6, None, -6], [pytest.approx(-2.69897), pytest.approx(1.69897), -3]]
+    assert found["customdata"] == values
+    assert found["hovertemplate"] == "%{customdata:.2~g}"
+    assert (found["zmin"], found["zmax"]) == (-6, 2)
+    assert found["colorbar"]["ticktext"][::4] == ["1e-06", "0.01", "100"]
+    assert report_figures._logarithmic({"z": [[0.0, None]]}) == {}
 
 
 def test_a_delta_of_another_chunk_is_refused():

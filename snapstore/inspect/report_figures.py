@@ -184,17 +184,6 @@ def heat_map(
     }
     if scale.get("is_log"):
         cells |= _logarithmic(cells)
-    missing = [(ref, row) for row, of in enumerate(found) for ref, z in zip(refs, of, strict=True) if z is None]
-    cross = {
-        "type": "scatter",
-        "mode": "markers",
-        "name": "not known",
-        "x": [ref for ref, _ in missing],
-        "y": [row for _, row in missing],
-        "marker": {"symbol": "x-thin-open", "size": 5, "color": "#888888"},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
     layout = {
         "xaxis": {"title": {"text": "step"}, "type": "category", "nticks": 8, "showgrid": False},
         "yaxis": {
@@ -213,7 +202,24 @@ def heat_map(
         for ref, z in zip(refs, of, strict=True)
     ]
     phone = [label(name, PHONE_CHARACTERS) for name in names]
-    return Figure(title, note, [cells, cross] if names else [], layout, ["layer", ">step", ">value"], rows, phone)
+    return Figure(
+        title, note, [cells, _crosses(refs, found)] if names else [], layout, ["layer", ">step", ">value"], rows, phone
+    )
+
+
+def _crosses(refs: Sequence[str], found: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    """Return the marks of the cells without a value, by row and then by column."""
+    missing = [(ref, row) for row, of in enumerate(found) for ref, z in zip(refs, of, strict=True) if z is None]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "not known",
+        "x": [ref for ref, _ in missing],
+        "y": [row for _, row in missing],
+        "marker": {"symbol": "x-thin-open", "size": 5, "color": "#888888"},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
 
 
 def _logarithmic(cells: dict[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import Any
 
 from ..checks import check_list
 from ..context import Context
@@ -127,7 +127,7 @@ def _page(data: ReportData, prices: Prices, library: str) -> str:
         {"id": f"figure-{i}", "data": f.traces, "layout": f.layout, "labels": f.phone_labels}
         for i, f in enumerate(figures)
     ]
-    json = _in_script(msgspec.json.encode(drawn).decode())  # NaN is null in it
+    text = _in_script(json.dumps(_finite(drawn), separators=(",", ":"), ensure_ascii=False))
     scripts = f"{_hash(library)} {_hash(_SCRIPT)}"
     policy = f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:"
     title = ", ".join(data.runs[:3]) + (f" and {len(data.runs) - 3} more" if len(data.runs) > 3 else "") or "no runs"
@@ -140,9 +140,18 @@ def _page(data: ReportData, prices: Prices, library: str) -> str:
         f"snapstore {VERSION}</p>\n{_tiles(data)}</header>\n"
         f"<noscript><p>The figures need JavaScript. The tables below each of them do not.</p></noscript>\n"
         f"<main>{''.join(body)}</main>\n"
-        f'<script type="application/json" id="figures">{json}</script>\n'
+        f'<script type="application/json" id="figures">{text}</script>\n'
         f"<script>{library}</script>\n<script>{_SCRIPT}</script>\n</body></html>\n"
     )
+
+
+def _finite(value: Any) -> Any:
+    """Return what JSON can hold: None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _section(title: str, shown: Sequence[Figure], figures: list[Figure], more: str = "") -> str:

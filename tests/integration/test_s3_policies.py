@@ -386,12 +386,9 @@ def test_its_own_run(scene):
 
 @pytest.mark.sampled(2)
 @needs_server
-@pytest.mark.parametrize("run", ["mine", "theirs", "new"])
+@pytest.mark.parametrize("run", ["mine", "theirs"])
 def test_a_damaged_base(scene, rights, run):
-    """The manifest of the base names chunks in packs that have the right size but not these chunks.
-
-    The first save of the run `new` finds it in the run `mine`, unless it shares with no other run.
-    """
+    """The manifest of the base names chunks in packs that have the right size but not these chunks."""
     original = scene.snapshot("theirs@2")
     (first,) = [ref for ref in original.manifests if ref.part == "optimizer"]
     if run == "mine":
@@ -408,7 +405,7 @@ def test_a_damaged_base(scene, rights, run):
     name = hashlib.sha256(forged).hexdigest()
     scene.writer.put(manifest_key(name), forged)
     hostile = msgspec.structs.replace(
-        original, run="mine" if run == "new" else run, id=records.new_id(), seq=100, write_id=records.new_id(),
+        original, run=run, id=records.new_id(), seq=100, write_id=records.new_id(),
         manifests=[ref_of(name, forged)], logical_bytes=ref_of(name, forged).logical_bytes,
     )  # fmt: skip
     if rights == "one run" and run == "theirs":
@@ -416,15 +413,10 @@ def test_a_damaged_base(scene, rights, run):
         return
     scene.put(hostile)
     with opened(scene.owner) as repository:
-        parent = f"id:{hostile.id}" if run != "new" else None
-        saved = repository.save(values("theirs", 2), run=run, step=8, parent=parent)
+        saved = repository.save(values("theirs", 2), run=run, step=8, parent=f"id:{hostile.id}")
         report = repository.check("restore")
         assert {s.id for s in report.damaged} == {saved.id, hostile.id}
         assert same(repository.restore(f"id:{original.id}"), values("theirs", 2))
-    alone = dataclasses.replace(OPTIONS, share_runs=False)
-    with Repository.open(scene.owner, options=alone) as repository:
-        repository.save(values("theirs", 2), run="alone", step=8)
-        assert same(repository.restore("alone@8"), values("theirs", 2))
 
 
 @pytest.mark.sampled(1)

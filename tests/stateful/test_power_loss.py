@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -75,6 +75,13 @@ def _verbs(do, verb):
     do("last save", verb(lambda r: save(r, "b", 1, 51)))
 
 
+def _twin(repository):
+    """Save an independent copy of a snapshot, to repair the other from."""
+    options = replace(repository.context.options, share_runs=False)
+    with Repository.open(repository.store, options=options) as alone:
+        alone.save(values("a", 4), run="twin", step=0, metadata=["a", 4])
+
+
 def _rewriting(do, verb):
     """recode, compact and repair; untag and policies. From "damage" on, only a repair helps."""
     for step in range(5):
@@ -88,7 +95,7 @@ def _rewriting(do, verb):
     do("gc", verb(lambda r: r.gc()))
     do("compact", verb(lambda r: _did(r.compact().rewritten)))
     do("second gc", verb(lambda r: r.gc()))
-    do("twin", verb(lambda r: r.save(values("a", 4), run="twin", step=0, metadata=["a", 4])))
+    do("twin", verb(_twin))
     do("damage", verb(_damage))
     do("repair", verb(lambda r: _did(r.repair(apply=True).healed)))
     do("purge", verb(lambda r: r.repair(apply=True, purge=True)))

@@ -338,7 +338,9 @@ class ChunkWriter:
         known, sources = self._known(digests), batch.numbers.copy()
         for i in np.flatnonzero(known < 0).tolist():
             sources[i] = self._own.setdefault(digests[i].tobytes(), int(sources[i]))
-            batch.runs[batch.which[i]].tensor.stored += 1
+        stored = np.bincount(batch.which[known < 0], minlength=len(batch.runs)).tolist()
+        for run, more in zip(batch.runs, stored, strict=True):
+            run.tensor.stored += more
         new = np.flatnonzero((known < 0) & (sources == batch.numbers))
         rows = Rows(batch.numbers, digests, lengths, sources, known, np.full((count, 4), -1, np.int64))
         self.done.append(rows)

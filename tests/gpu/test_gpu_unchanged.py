@@ -247,7 +247,7 @@ def test_the_first_save_copies_only_what_no_base_has(mode, told, watched, monkey
 
 
 def test_the_other_run_is_gone_when_the_first_save_begins(monkeypatch):
-    """What was expected of another run decides nothing: its snapshot may be swept before the save looks again."""
+    """A snapshot whose manifests were read ahead may be swept before the first save: the save looks again."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     state, store = lora(), MemoryStore()
     with manager(store=store, run="first") as made:

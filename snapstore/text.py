@@ -30,7 +30,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxset = 4, 20, 20, 20, 20
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = MOST_QUOTED
 
-_SIZE = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))?([KMGTP]?)", re.ASCII)
+_SIZE = re.compile(r"([0-9]{1,16})(?:\.([0-9]{1,6}))?([KMGTP]?)", re.ASCII)
 _HINT = re.compile(r"; run 'snapstore (?:check|repair)[^']*'(?: again)?")
 
 

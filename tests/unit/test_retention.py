@@ -364,7 +364,16 @@ def test_bytes():
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [("2T", "2T"), ("500GB", "500G"), ("1.5tib", "1536G"), ("1024K", "1M"), (1000, "1000"), (np.int64(4096), "4K")],
+    [
+        ("2T", "2T"),
+        ("500GB", "500G"),
+        ("1.5tib", "1536G"),
+        ("1024K", "1M"),
+        (1000, "1000"),
+        (np.int64(4096), "4K"),
+        (2**53 - 1, "9007199254740991"),
+        (10**15 + 1, "1000000000000001"),
+    ],
 )
 def test_sizes_have_one_text(size, text):
     assert repr(KeepBytes(size)) == f"KeepBytes('{text}')"

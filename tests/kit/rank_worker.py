@@ -176,6 +176,7 @@ def call_collectives(sharded: DTensor) -> dict[str, bool]:
         before = collectives()
         call()
         seen[name] = collectives() != before
+    dist.barrier()  # the peer may still connect to the new group, and fails if this process has ended
     return seen
 
 

@@ -40,7 +40,7 @@ from .save.ranks.job import RankJob
 from .save.retrying import ReplacedError, Retrying
 from .save.staging import Mode, Staging
 from .save.streaming import inputs_of_stream
-from .save.upkeep import retain
+from .save.upkeep import Upkeep
 from .state.walk.flatten import flatten
 from .steps import Steps, Stores
 from .storage.base import ObjectStore
@@ -162,7 +162,7 @@ class SnapshotManager(Steps):
         self._running: SaveRequest | None = None
         self._preemption: Preemption | None = None
         self._ending: SignalHandler | None = None
-        self._retention_error: BaseException | None = None  # it costs only space, so saves go on
+        self._upkeep = Upkeep(self.repository.context, self.run, self._stops_upkeep, self._held)
         if not read_only:
             self._first_state.use(self._background, self._staging, self.repository.context, self.repository.lineage)
 
@@ -388,15 +388,16 @@ class SnapshotManager(Steps):
             self._mirror.note(snapshot)
         self._warn_of_unapplied()
         if self.keep and not self._stops_upkeep() and self._leads:
-            self._retrying.upkeep(self._retain)
+            self._retrying.upkeep(partial(self._upkeep.retain, self.keep))
         if in_background:
             self._background.take_memory(self._staging.prepare_next)
 
-    def _retain(self) -> None:
-        """Forget by the policies, then run gc; damage is raised at the caller's next call, but not by `save`."""
-        here = partial(self.repository.forget, run=self.run) if self._mirror is None else self._mirror.forget_here
-        forget = partial(here, self.keep)
-        self._retention_error = retain(self.repository.context, self.run, forget, self._stops_upkeep)
+    def _retain_rest(self) -> None:
+        """Begin to forget and sweep what the saves have left, in the background; none of them runs."""
+        with self._background.holding_slot(None) as slot:
+            if slot.is_held and self._upkeep.is_left and not self._stops_upkeep():
+                log.info("run=%s forgets what the saves have left", self.run)
+                self._background.start(partial(self._upkeep.retain, self.keep, bounded=False), slot)
 
     def _stops_upkeep(self) -> bool:
         """Return whether to forget and delete no more: it would delay the last save, or `close(timeout=)`."""
@@ -416,8 +417,8 @@ class SnapshotManager(Steps):
     def check_for_errors(self) -> None:
         """Raise the error of a save or retention that failed in the background since the last call; do not wait."""
         self._background.raise_errors()
-        if (error := self._retention_error) is not None:
-            self._retention_error = None
+        if (error := self._upkeep.error) is not None:
+            self._upkeep.error = None
             raise error
 
     def close(self, timeout: float | None = None) -> None:
@@ -444,6 +445,9 @@ class SnapshotManager(Steps):
             self._retrying.hurry(self._running)
         end = None if timeout is None else time.monotonic() + timeout
         ended = self._background.join(timeout)
+        if ended and error is None and self._upkeep.is_left:
+            self._retain_rest()
+            ended = self._background.join(None if end is None else max(0.0, end - time.monotonic()))
         if not ended:
             self._background.is_given_up = True
             if self._running is not None:
@@ -466,7 +470,7 @@ class SnapshotManager(Steps):
             raise TimeoutError(f"run {self.run!r}: the {what} has not ended {timeout:.6g} s after close")
         self._release()
         if self._ending is not None and self._ending.stays:
-            self._retention_error = None  # it is logged, and costs only space: the last save is committed
+            self._upkeep.error = None  # it is logged, and costs only space: the last save is committed
         self.check_for_errors()
 
     def _release(self) -> None:

@@ -103,9 +103,13 @@ class Snapshots:
 
     # -- look
 
-    def view(self) -> View:
-        """List the store and return all records."""
-        return self.context.index.refresh()
+    def view(self, run: str | None = None) -> View:
+        """List the store and return all records.
+
+        Args:
+            run: list only the records of this run, if it has a snapshot. The View answers questions about it alone.
+        """
+        return self.context.index.refresh_for(run)
 
     def snapshots(self, run: str | None = None) -> SnapshotList:
         """Return the committed snapshots of a run, or of all runs, in the order in which they were saved.
@@ -118,7 +122,7 @@ class Snapshots:
         Raises:
             IntegrityError, StorageError: the run has only records that are damaged, gone or cannot be read.
         """
-        view = self.view()
+        view = self.view(run)
         found = view.snapshots(run)
         if run is not None and not found:
             view.require_known(f"run {run!r}", run)
@@ -131,7 +135,7 @@ class Snapshots:
         Raises:
             NotFoundError, InvalidInputError, IntegrityError, StorageError: see `View.resolve`.
         """
-        return self.view().resolve(ref)
+        return self.context.index.find(ref)
 
     def children(self, ref: str) -> SnapshotList:
         """Return the committed snapshots, of any run, whose parent is this one; it leaves out what `snapshots` does."""

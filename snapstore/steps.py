@@ -164,10 +164,11 @@ class Steps:
 
     def _begin_from(self, repository: Repository, parent: str) -> None:
         """Make a snapshot the parent of the first save of the run, if it is new in the repository and in its mirror."""
-        view, there = repository.view(), self._mirror.view() if self._mirror is not None else None
+        view = repository.context.index.refresh(self.run)
+        there = self._mirror.view() if self._mirror is not None else None
         if view.newest(self.run) is None and (there is None or there.newest(self.run) is None):
             view.require_known(f"parent {parent} of a new run {self.run}", self.run)  # it may be no new run
-            repository.lineage.go_on_from(self.run, view.resolve(parent))
+            repository.lineage.go_on_from(self.run, repository.snapshot(parent))
 
     def _wait_idle(self) -> None:
         """Wait until no save runs; raise an error if this object is closed."""
@@ -212,7 +213,7 @@ class Steps:
     def _views(self) -> list[View]:
         """Return what the repository has, and what a mirror has that can be reached."""
         there = self._mirror.view() if self._mirror is not None else None
-        return [self.repository.view(), *([there] if there is not None else [])]
+        return [self.repository.context.index.refresh(self.run), *([there] if there is not None else [])]
 
     def _committed(self, views: Sequence[View]) -> list[Snapshot]:
         found: dict[str, Snapshot] = {}
@@ -248,7 +249,8 @@ class Steps:
         """
 
         def find() -> int | None:
-            newest = self.repository.view().latest(self.run) if self._mirror is None else self._mirror.newest()[0]
+            here = self.repository.context.index
+            newest = here.refresh(self.run).latest(self.run) if self._mirror is None else self._mirror.newest()[0]
             return newest.step if newest else None
 
         return self._answered("latest_step", find)
@@ -279,6 +281,10 @@ class Steps:
         found.start()
         repository.lineage.number_from(self.run, lambda: found.next_seq)
         self._mirror = found
+
+    def _held(self) -> set[str]:
+        """Return the ids of the snapshots that may not be mirrored yet."""
+        return self._mirror.held() if self._mirror is not None else set()
 
     def not_mirrored(self) -> list[int]:
         """Return the steps that are committed and not yet in the mirror, in the order of their saves.
@@ -564,7 +570,7 @@ class Steps:
     def _found(self, step: int | str | None) -> tuple[Context, Snapshot]:
         """Return where a step lies, and its snapshot; it is copied back if only a mirror has it. All ranks call it."""
         context, ref = self._place_of(step)
-        return context, ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
+        return context, ref if isinstance(ref, Snapshot) else context.index.find(ref)
 
     def _as_rank(self, per_rank: PerRankOption) -> AsRank:
         rank, count = (self._job.ranks.rank, self._job.ranks.count) if self._job is not None else place()
@@ -575,6 +581,6 @@ class Steps:
             return f"{self.run}@{step if isinstance(step, str) else check_step(step, TARGET_FIRST)}"
         if self._mirror is not None and (newest := self._mirror.newest()[0]):
             return f"id:{newest.id}"
-        if context.index.refresh().latest(self.run) is None:
+        if context.index.refresh(self.run).latest(self.run) is None:
             raise NotFoundError(f"run {self.run!r}: has no committed snapshot in {self.repository.url} to restore")
         return f"{self.run}@latest"

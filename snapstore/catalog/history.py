@@ -8,6 +8,7 @@ changes: any thread may use it.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
@@ -15,7 +16,7 @@ from .. import retention
 from ..checks import check_ref
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, UnreadRecordError
 from ..format import records
-from ..format.keys import parse_record_key
+from ..format.keys import NAME, parse_record_key
 from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..storage.base import ObjectStore
 from ..text import counted, quoted, some, strip_hint
@@ -86,6 +87,13 @@ class View:
                 last[snapshot.id] = snapshot
         return sorted(last.values(), key=lambda s: (s.run, s.seq, s.id))
 
+    def with_revisions(self, made: Iterable[Snapshot]) -> View:
+        """Return this View with later revisions of some of its snapshots, which this process has made since."""
+        view = copy.copy(self)
+        view._by_id = {**self._by_id, **{snapshot.id: snapshot for snapshot in made}}
+        view._by_run, view._tagged = {}, {}
+        return view
+
     def _require_listed(self, run: str | None = None) -> None:
         """Raise AssertionError if the listing did not show all records of a run (None: of all runs)."""
         if self.only_run not in (None, run):
@@ -147,18 +155,18 @@ class View:
                 f"{outcome}; {PUT_BACK}"
             )
 
-    def is_unknown(self, snapshot_id: str) -> bool:
-        """Return whether there is such a snapshot, and its record cannot be read or is gone."""
-        return any(name == snapshot_id for _, name, _ in self._unknown())
+    def is_unknown(self, snapshot_id: str, run: str | None = None) -> bool:
+        """Return whether there is such a snapshot, of a run or of any, whose record cannot be read or is gone."""
+        return any(name == snapshot_id for _, name, _ in self._unknown(run))
 
-    def require_record(self, snapshot_id: str) -> None:
-        """Raise if there is such a snapshot, and its record cannot be read or is gone.
+    def require_record(self, snapshot_id: str, run: str | None = None) -> None:
+        """Raise if there is such a snapshot, of a run or of any, whose record cannot be read or is gone.
 
         Raises:
             UnreadRecordError: it could not be read; it may be next time.
             IntegrityError: it is damaged or gone.
         """
-        for _, name, key in self._unknown():
+        for _, name, key in self._unknown(run):
             if name == snapshot_id and key in self.unread:
                 why = strip_hint(self.unread[key]).removeprefix(f"{key}: ")
                 raise UnreadRecordError(f"its record {key} cannot be read: {why}; try again")
@@ -243,8 +251,8 @@ class View:
         """
         if not self._chosen(run, states):
             self.require_known(f"run {quoted(run)}", run)
-            there = ", ".join(self.runs(states)) or "none"
-            raise NotFoundError(f"run {quoted(run)}: has no snapshots in this repository; runs: {there}")
+            there = "" if self.only_run else f"; runs: {', '.join(self.runs(states)) or 'none'}"
+            raise NotFoundError(f"run {quoted(run)}: has no snapshots in this repository{there}")
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """Return the snapshot of this full id, in any state; None if the listing showed none."""
@@ -311,7 +319,7 @@ class View:
         for name in self.unknown_steps(run):
             held = other.get(name)
             is_older = held is not None and last is not None and (held.seq, held.id) <= (last.seq, last.id)
-            if not is_older and name not in besides and not other.is_unknown(name):
+            if not is_older and name not in besides and not other.is_unknown(name, run):
                 self.require_known(asked, run, last_here, snapshot_id=name)
         return found
 
@@ -374,16 +382,14 @@ class View:
         check_ref(ref)
         if _ID.match(ref):
             return self._resolve_id(ref, states)
-        run, at, name = ref.rpartition("@")
-        if "@best:" in ref:  # a metric may have any characters
-            run, at, name = ref[: ref.index("@best:")], "@", ref[ref.index("@best:") + 1 :]
+        run, at, name = _parts(ref)
         if not at or not run or not name or name == "best:":
             raise InvalidInputError(f"reference {quoted(ref)}: expected {FORMS}")
         of_run = self._chosen(run, states)
         if not of_run:
             self.require_known(ref, run)
-            there = ", ".join(self.runs()) or "none"
-            raise NotFoundError(f"reference {quoted(ref)}: no run {quoted(run)} in this repository; runs: {there}")
+            there = "" if self.only_run else f"; runs: {', '.join(self.runs()) or 'none'}"
+            raise NotFoundError(f"reference {quoted(ref)}: no run {quoted(run)} in this repository{there}")
         committed = [s for s in of_run if s.state == COMMITTED]
         step = int(name) if name.isdecimal() and len(name) <= 128 else None  # int() refuses thousands of digits
         if name == "latest":
@@ -445,7 +451,7 @@ class View:
         if not prefix or not set(prefix) <= set("0123456789abcdef"):
             raise InvalidInputError(f"reference {quoted(ref)}: expected id: and hexadecimal digits")
         found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
-        for _, name, key in self._unknown():
+        for _, name, key in self._unknown(self.only_run):
             if name.startswith(prefix) and (parsed := parse_record_key(key)):
                 self.require_known(ref, parsed[0], snapshot_id=name)
         if not found:
@@ -458,6 +464,21 @@ class View:
                 f"reference {quoted(ref)}: ambiguous, {len(found)} snapshots: {ids}; give more digits"
             )
         return copied(found[0])
+
+
+def _parts(ref: str) -> tuple[str, str, str]:
+    """Return the run, "@" and the name of a reference; without an "@", two empty texts and the reference."""
+    if "@best:" in ref:  # a metric may have any characters
+        run, _, name = ref.partition("@best:")
+        return run, "@", f"best:{name}"
+    return ref.rpartition("@")
+
+
+def run_of(ref: str) -> str | None:
+    """Return the run that a reference names; None: an id names none, or it is no reference."""
+    check_ref(ref)
+    run = "" if _ID.match(ref) else _parts(ref)[0]
+    return run if NAME.fullmatch(run) else None
 
 
 def is_dropped(snapshot: Snapshot) -> bool:

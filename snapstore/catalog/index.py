@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -31,17 +31,18 @@ import lmdb
 
 from ..errors import DAMAGE, FormatError, IntegrityError, InvalidInputError, SnapstoreError, StorageError
 from ..format import records
-from ..format.keys import parse_record_key, record_key, records_prefix
+from ..format.keys import NAME, parse_record_key, record_key, records_prefix
 from ..format.manifests import manifest
 from ..format.manifests.manifest import ManifestHeader
-from ..format.records import Config, ManifestRef, Snapshot
+from ..format.records import COMMITTED, FORGOTTEN, Config, ManifestRef, Snapshot
 from ..storage import progress
 from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.cache_dir import shrink
 from ..text import log
 from ..threads import Threads
 from .damage_marks import DamageMarks
-from .history import View
+from .gathering import Gathering
+from .history import View, run_of
 from .lmdb_file import Environment, folder_for, temporary_folder
 from .record_listing import (
     JUST_MADE,
@@ -113,25 +114,50 @@ class Index:
         self._environment: Environment | None = None
         self._noted: set[str] = set()  # keys of records of which the cache does not know it (`_note_listing`)
         self._listed: set[str | None] = set()  # the runs that were listed; None: all of them at once
+        self._loaded: set[str] = set()  # the prefixes whose cached records are in memory
+        self._gathering = Gathering()
         if folder is None:
             return
         try:
             self._environment = Environment.open(folder, uuid, limit_bytes)
-            self._load()
+            for key, data in self._environment.items(b"damaged"):
+                self.marks.load(key.decode(errors="replace"), data)
         except (lmdb.Error, OSError) as error:
             log.warning("index %s cannot be used (%s); every listing reads the records themselves", folder, error)
 
-    def _load(self) -> None:
-        """Load the cached records into memory."""
-        assert self._environment is not None
-        for key, data in self._environment.items(b"records"):
+    def _load(self, prefix: str) -> None:
+        """Load the cached records under a prefix into memory, where those that are there already are newer."""
+        environment = self._environment  # another thread may close it
+        if environment is None or not self._loaded.isdisjoint((prefix, records_prefix())):
+            return
+        self._loaded.add(prefix)
+        items: list[tuple[bytes, bytes]] = []
+        try:
+            items = environment.items(b"records", prefix)
+        except FileNotFoundError:
+            self._open_again(environment)
+        except (lmdb.Error, OSError) as error:
+            if self._environment is environment:
+                log.warning("index %s cannot be read (%s); the records are read instead", self.folder, error)
+        for key, data in items:
             try:
                 record = KnownRecord.unpack(data, key.decode())
-                self._records[record.snapshot.key] = record
             except (FormatError, IntegrityError, UnicodeDecodeError, struct.error):
                 continue  # read again from the store
-        for key, data in self._environment.items(b"damaged"):
-            self.marks.load(key.decode(errors="replace"), data)
+            if record.snapshot.key not in self._records:
+                self._records[record.snapshot.key] = record
+
+    @contextmanager
+    def one_write(self) -> Iterator[None]:
+        """Write what a block caches once, at its end: each write digests the whole file.
+
+        See gathering.py. If the process dies before, the cache lacks it.
+        """
+        try:
+            with self._gathering.gather():
+                yield
+        finally:
+            self._store_all({})
 
     def refresh(self, run: str | None = None, *, list_twice: bool = False) -> View:
         """List the store, read the records that are new or changed, and return a View.
@@ -149,6 +175,7 @@ class Index:
         self.check_process()  # before the lock: a thread that a fork left behind may hold it
         with self._lock:
             prefix = records_prefix(run)
+            self._load(prefix)
             times = 2 if list_twice or self._listed.isdisjoint((None, run)) else 1
             ruling, gone = list_ruling(self._store, self._records, prefix, times)
             vanished = [copied(self._records[key].snapshot) for key in sorted(gone)]
@@ -168,6 +195,25 @@ class Index:
             view = View(shown, damaged, vanished, unread, others, repeated, self._store)
             view.only_run = run
             return view
+
+    def find(self, ref: str, states: tuple[str, ...] = (COMMITTED, FORGOTTEN)) -> Snapshot:
+        """Return `View.resolve` of a reference as of now; list only the records of the run that it names.
+
+        Raises:
+            SnapstoreError: see `View.resolve`.
+            StorageError: see `refresh`.
+        """
+        return self.refresh_for(run_of(ref), states).resolve(ref, states)
+
+    def refresh_for(self, run: str | None, states: tuple[str, ...] | None = None) -> View:
+        """Return `refresh` of a run; of all runs if it has no snapshot in some states (None: any).
+
+        So an error can name the runs that there are.
+        """
+        if run is None or not NAME.fullmatch(run):
+            return self.refresh()
+        view = self.refresh(run)
+        return view if view.snapshots(run, states) else self.refresh()
 
     def _read_records(self, infos: Mapping[str, ObjectInfo]) -> tuple[dict[str, str], dict[str, str]]:
         """Read and cache records, given how they are listed.
@@ -291,6 +337,7 @@ class Index:
         for infos in newest_of_runs(self._store.list(records_prefix(None)), run):
             for info in infos:
                 with self._lock:
+                    self._load(records_prefix(info.key.split("/")[1]))
                     known = self._records.get(info.key)
                     if known is None or not known.is_listed_as(info):
                         most -= 1
@@ -312,11 +359,22 @@ class Index:
     def some_keys(self, count: int = 4) -> list[str]:
         """Return the keys of the `count` records that were cached last."""
         with self._lock:
+            if not self._records:
+                self._load(records_prefix())
             return list(islice(reversed(self._records), count))
+
+    def known(self, run: str) -> View:
+        """Return what this process knows of a run, without a listing: it may be out of date."""
+        with self._lock:
+            view = View(self._records.ruling(run), {}, [])
+        view.only_run = run
+        return view
 
     def cached(self, key: str) -> Snapshot | None:
         """Return the record that was last read or made under a key, whatever the store shows now; None: none was."""
-        record = self._records.get(key)
+        with self._lock:
+            self._load(records_prefix())
+            record = self._records.get(key)
         return record.snapshot if record else None
 
     def add(self, snapshot: Snapshot, headers: dict[str, bytes] | None = None) -> None:
@@ -374,15 +432,15 @@ class Index:
     def _cached_headers(self, refs: Sequence[ManifestRef]) -> dict[str, bytes]:
         """Return the cached bytes of the headers of manifests, by SHA-256, as far as they match their references."""
         environment = self._environment  # another thread may close it
+        found = self._gathering.get_all(b"manifests", [ref.sha256 for ref in refs])
+        names = [ref.sha256 for ref in refs if ref.sha256 not in found]
         try:
-            found = environment.get_all(b"manifests", [ref.sha256 for ref in refs]) if environment else {}
+            found |= environment.get_all(b"manifests", names) if environment and names else {}
         except FileNotFoundError:
             self._open_again(environment)
-            return {}
         except (lmdb.Error, OSError) as error:
             if self._environment is environment:
                 log.warning("index %s cannot be read (%s); the objects are read instead", self.folder, error)
-            return {}
         cached = ((ref, found[ref.sha256]) for ref in refs if ref.sha256 in found)
         return {ref.sha256: data for ref, data in cached if manifest.is_header_of(data, ref)}
 
@@ -397,9 +455,11 @@ class Index:
         """
         self.check_process()
         with self._lock:
+            self._load(records_prefix())
             before, self._records = self._records, KnownRecords()
             self._pauses.clear()
             self._noted.clear()
+            self._gathering.take()
             try:
                 if self._environment is None and self.folder is not None:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
@@ -419,14 +479,19 @@ class Index:
             return view
 
     def _store_all(self, items: Mapping[bytes, Mapping[str, bytes | None]]) -> None:
-        """Cache items of databases; if the cache cannot be written, only log that."""
+        """Cache items of databases, at once or at the end of `one_write`; if it cannot be written, only log that."""
         environment = self._environment  # another thread may close it
-        if environment is None or not any(items.values()):
+        if environment is None:
+            return
+        items = self._gathering.add(items)
+        if not any(items.values()):
             return
         try:
             try:
                 environment.put(items)
             except lmdb.MapFullError:
+                with self._lock:
+                    self._load(records_prefix())
                 log.warning(
                     "index %s does not fit into its %d bytes; it is built again", self.folder, self._limit_bytes
                 )
@@ -458,6 +523,7 @@ class Index:
                 self.folder, self.temporary = find
                 if self.folder is not None:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
+                    self._loaded = {records_prefix()}
                     self._environment.put({b"records": packed(self._records), b"damaged": self.marks.packed()})
             except (lmdb.Error, OSError, InvalidInputError) as error:
                 log.warning("index %s cannot be built again: %s", self.folder, error)
@@ -476,9 +542,11 @@ class Index:
             environment, self._environment = self._environment, None
             if environment is not None:
                 try:
-                    if self._noted and not self.temporary:
+                    left = self._gathering.take()
+                    left.setdefault(b"records", {}).update(self._packed_noted())
+                    if any(left.values()) and not self.temporary:
                         with suppress(lmdb.Error, OSError, MemoryError):  # each record is then read once more
-                            environment.put({b"records": self._packed_noted()})
+                            environment.put(left)
                 finally:
                     environment.release()
             if self.temporary and self.folder is not None:

@@ -24,6 +24,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import ClassVar
 
@@ -238,12 +239,15 @@ class Environment:
         checked = ((key, self._checked(database, key.encode(), value)) for key, value in values if value is not None)
         return {key: data for key, data in checked if data is not None}
 
-    def items(self, database: bytes) -> list[tuple[bytes, bytes]]:
-        """Return all items, copied so that no reader stays open."""
+    def items(self, database: bytes, prefix: str = "") -> list[tuple[bytes, bytes]]:
+        """Return all items whose keys begin with a prefix, copied so that no reader stays open."""
+        first = prefix.encode()
         with self._locked():
             self._follow()
             with self._env.begin() as transaction:
-                values = list(transaction.cursor(db=self._databases[database]))
+                cursor = transaction.cursor(db=self._databases[database])
+                found = cursor.iternext() if cursor.set_range(first) else ()
+                values = list(takewhile(lambda item: item[0].startswith(first), found))
         checked = ((key, self._checked(database, key, value)) for key, value in values)
         return [(key, data) for key, data in checked if data is not None]
 

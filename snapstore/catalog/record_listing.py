@@ -224,6 +224,11 @@ class KnownRecords(dict[str, KnownRecord]):
         """Return all records by key, or those of a run, by `records_prefix`."""
         return self._runs.get(prefix, {}) if prefix != records_prefix() else self
 
+    def ruling(self, run: str) -> list[Snapshot]:
+        """Return the highest known revision of each snapshot of a run."""
+        of_run = sorted((one.snapshot for one in self.under(records_prefix(run)).values()), key=lambda s: s.revision)
+        return list({snapshot.id: snapshot for snapshot in of_run}.values())
+
     def update(self, known: Mapping[str, KnownRecord]) -> None:  # type: ignore[override]
         """Add records, by key."""
         for key, record in known.items():

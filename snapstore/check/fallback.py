@@ -261,9 +261,9 @@ def candidates(context: Context, run: str, ref: str | None = None, step: int | N
         IntegrityError: the reference names no step, and the record that it may mean is damaged.
         StorageError: the listing failed.
     """
-    view = context.index.refresh()
+    view = context.index.refresh(run)
     if view.unknown(run):
-        view = context.index.refresh(list_twice=True)  # one wrong answer proves nothing
+        view = context.index.refresh(run, list_twice=True)  # one wrong answer proves nothing
     first = None
     if ref is not None:
         try:

@@ -30,8 +30,8 @@ def advice(context: Context, ref: str, *, maybe_whole: bool) -> str:
         SnapstoreError: the search failed.
     """
     answers(context.store)
-    view = context.index.refresh()
-    damaged = view.resolve(ref)
+    damaged = context.index.find(ref)
+    view = context.index.refresh(damaged.run)
     newest = view.newest(damaged.run)
     if newest is None or newest.id != damaged.id:
         return ""

@@ -74,13 +74,13 @@ def log(
     run = name if run is None else run
     columns = [sort] if metrics is None and sort is not None else metrics.split(",") if metrics is not None else []
     with shell.repository() as repository, spinner("listing snapshots"):
-        view = repository.view()
+        view = repository.view(run)
         snapshots = view.snapshots(run, None if everything else ("committed",))
         if run is not None:
             view.require_run(run, None)
         _require_metrics([*columns, *filter(None, [sort])], snapshots)
         snapshots = _chosen(snapshots, limit, sort, reverse=reverse)
-        marks = {"superseded": view.superseded(), "damaged": _damaged(repository, snapshots)}
+        marks = {"superseded": view.superseded(run), "damaged": _damaged(repository, snapshots)}
     marks["made_up"] = {s.id for s in snapshots if s.is_reconstructed}
     marks["unproven"] = {s.id for s in snapshots if s.unproven}
     if mirror is not None:
@@ -327,7 +327,7 @@ def _reasons(repository: Repository, view: View, snapshot: Snapshot) -> list[str
         return [text for text in (snapshot.reason, snapshot.policy) if text]
     try:
         policies, snapshots = repository.policies(snapshot.run), view.snapshots(snapshot.run)
-        needs = needs_of(repository.context, snapshots)
+        needs = needs_of(repository.context, snapshots, view)
         decisions = retention.apply(policies, snapshots, force=True, needs=needs)
     except (*DAMAGE, StorageError) as error:  # the rest of the snapshot can still be shown
         return [f"unknown: {error}"]

@@ -54,7 +54,7 @@ def tag(shell: Shell, ref: Ref, name: Name) -> None:
 def untag(shell: Shell, ref: Ref, name: Name, dry_run: DryRun = False) -> None:
     """Take a tag off a snapshot."""
     with shell.repository() as repository, spinner(f"untagging {ref}"):
-        snapshot = repository.view().resolve(ref) if dry_run else repository.untag(ref, name)
+        snapshot = repository.snapshot(ref) if dry_run else repository.untag(ref, name)
         if dry_run and name not in snapshot.tags:
             raise NotFoundError(f"{snapshot.ref}: has no tag {name!r}; tags: {', '.join(snapshot.tags) or 'none'}")
     _print_snapshot(shell, snapshot, f"{'would no longer be' if dry_run else 'is no longer'} tagged {name}")

@@ -108,7 +108,7 @@ def import_found(
 def _import(
     repository: Repository, ordered: list[NumberedSource], run: str, bases: Sequence[str], failed: Failed | None
 ) -> Iterator[Imported]:
-    view = repository.view()
+    view = repository.context.index.refresh(run)
     there = {snapshot.step: snapshot for snapshot in view.snapshots(run)}
     for one in progress.through(ordered, lambda one: size_of(one.path)):
         path, step = one.path, one.step

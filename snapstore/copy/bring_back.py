@@ -61,7 +61,7 @@ class BringBack:
             ConflictError: other processes keep revising it.
         """
         there = self._there()
-        if there is None or not _is_known(there, name):
+        if there is None or not _is_known(there, name, self._mirror.run):
             return None
         known = there.get(name)
         if known is None or known.state not in (COMMITTED, FORGOTTEN):
@@ -71,7 +71,7 @@ class BringBack:
                 "run=%s step=%d cannot be copied back from %s: %s", known.run, known.step, self._mirror.url, why
             )
             return None
-        return self._source.index.refresh().get(name)
+        return self._source.index.refresh(self._mirror.run).get(name)
 
     def is_earlier(self, name: str, snapshot: Snapshot) -> bool:
         """Return whether the mirror has the snapshot of an id, and it is earlier than one of the first store.
@@ -89,20 +89,25 @@ class BringBack:
         Returns:
             Those that are later than it, and are damaged in the mirror. Raises as `snapshot` does.
         """
-        here, there, lost = self._source.index.refresh(), self._there(), list[LostThere]()
+        run = self._mirror.run
+        here, there, lost = self._source.index.refresh(run), self._there(), list[LostThere]()
         if there is None:
             return lost
-        run = self._mirror.run
         ours, besides = here.newest(run), forgotten_last(here, run)
         whys, steps = there.unknown(run), there.unknown_steps(run)
         for name, (key, known) in there.unknown_ids(run).items():
             is_old = known is not None and ours is not None and not is_later_there(there, known, ours)
-            if not is_old and here.get(name) is None and not here.is_unknown(name) and not _is_known(there, name):
+            if (
+                not is_old
+                and here.get(name) is None
+                and not here.is_unknown(name, run)
+                and not _is_known(there, name, self._mirror.run)
+            ):
                 why = strip_hint(whys.get(key, "is gone")).removeprefix(f"{key}: ")
                 lost.append(LostThere(steps[name], name, f"{self._only}: its record {key}: {why}"))
         for theirs in reversed(there.snapshots(run)):
             held = here.get(theirs.id)
-            is_here = here.is_unknown(theirs.id) or (
+            is_here = here.is_unknown(theirs.id, run) or (
                 held is not None and held.state in (COMMITTED, FORGOTTEN) and not is_dropped(held)
             )
             if is_here or theirs.id in besides or (ours is not None and not is_later_there(there, theirs, ours)):
@@ -120,17 +125,17 @@ class BringBack:
         """Return what the mirror has; None: there is no repository, so it has nothing."""
         try:
             target = self._mirror.target()
-            return target.index.refresh() if target is not None else None
+            return target.index.refresh(self._mirror.run) if target is not None else None
         except StorageError as error:
             add_line(error, _AWAY)
             raise
 
     def _why_lost(self, known: Snapshot) -> str:
         """Copy a snapshot of the mirror back; return "", or its damage there."""
-        here, why = self._source.index.refresh(), ""
+        here, why = self._source.index.refresh(known.run), ""
         if self._mirror.read_only:
             why = "a read-only manager copies nothing back"
-        elif here.is_unknown(known.id) or any(s.id == known.id for s in here.missing):
+        elif here.is_unknown(known.id, known.run) or any(s.id == known.id for s in here.missing):
             why = f"its record in {self._source.store.url} is damaged or gone"
         else:
             try:
@@ -174,10 +179,10 @@ class BringBack:
         return ""
 
 
-def _is_known(there: View, name: str) -> bool:
+def _is_known(there: View, name: str, run: str) -> bool:
     """Return whether the record of an id in the mirror is not damaged; raise UnreadRecordError if it is withheld."""
     try:
-        there.require_record(name)
+        there.require_record(name, run)
     except IntegrityError:
         return False
     return True

@@ -124,12 +124,13 @@ def copy(
     copier.is_one_pass, copier.verify = True, verify
     result = copier.result
     result.unknown, result.dry_run = unknown, dry_run
-    for snapshot in progress.through(in_order(snapshots), partial(_work_bytes, verify=verify)):
-        try:
-            copier.copy(snapshot, named=named)
-        except (*UNCOPIED, AlreadyExistsError, ConflictError) as error:  # a new session may be "taken"
-            log.info("run=%s step=%d: copy failed: %s", snapshot.run, snapshot.step, error)
-            result.failed.append((snapshot, f"{snapshot.ref}: {str(error).removeprefix(f'{snapshot.ref}: ')}"))
+    with source.index.one_write(), target.index.one_write():
+        for snapshot in progress.through(in_order(snapshots), partial(_work_bytes, verify=verify)):
+            try:
+                copier.copy(snapshot, named=named)
+            except (*UNCOPIED, AlreadyExistsError, ConflictError) as error:  # a new session may be "taken"
+                log.info("run=%s step=%d: copy failed: %s", snapshot.run, snapshot.step, error)
+                result.failed.append((snapshot, f"{snapshot.ref}: {str(error).removeprefix(f'{snapshot.ref}: ')}"))
     return result
 
 

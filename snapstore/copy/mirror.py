@@ -33,7 +33,6 @@ from ..errors import (
 )
 from ..format.keys import parse_record_key
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Snapshot
-from ..protocol.forget import ForgetResult, forget
 from ..protocol.notes import in_need_of_quarantined
 from ..protocol.same_repository import Opened, confirmed
 from ..text import log, some
@@ -124,7 +123,7 @@ class Mirror:
         """
         try:
             if not self.read_only:
-                here = self._source.index.refresh()
+                here = self._source.index.refresh(self.run)
                 self._unlisted, self._unknown = here.snapshots(self.run), here.unknown_steps(self.run)
                 # if the mirror cannot be reached, leave numbers for what it may have
                 self.next_seq = (self._next_of(here) // FIRST_SEQ + 1) * FIRST_SEQ
@@ -266,12 +265,10 @@ class Mirror:
         if there is not None:
             self._newest = max(self._newest, (there.seq, there.created))
 
-    def forget_here(self, keep: Sequence[retention.Policy]) -> ForgetResult:
-        """Apply policies to the first store; the oldest snapshots that may not be mirrored yet stay."""
+    def held(self) -> set[str]:
+        """Return the ids of the snapshots of the first store that may not be mirrored yet. Reads nothing."""
         with self._changed:
-            held = {snapshot.id for snapshot in (*self._unlisted, *self._pending)} | self._unknown.keys()
-        with confirmed(self._source):
-            return forget(self._source, keep, run=self.run, held=held)
+            return {snapshot.id for snapshot in (*self._unlisted, *self._pending)} | self._unknown.keys()
 
     # -- the thread
 
@@ -319,7 +316,8 @@ class Mirror:
         """Copy the snapshots that are due, oldest first, and apply the mirror's policies; return False if cut short."""
         target = self._opened()
         try:
-            return self._copy_due(target)
+            with self._source.index.one_write(), target.index.one_write():
+                return self._copy_due(target)
         except StorageFullError:
             self._retention.make_room(target)
             raise
@@ -355,9 +353,9 @@ class Mirror:
 
     def _is_committed(self, snapshot: Snapshot) -> bool:
         """Return whether a snapshot is committed in the first store, or may be."""
-        here = self._source.index.refresh()
+        here = self._source.index.refresh(self.run)
         known = here.get(snapshot.id)
-        return here.is_unknown(snapshot.id) or (known is not None and known.state == COMMITTED)
+        return here.is_unknown(snapshot.id, self.run) or (known is not None and known.state == COMMITTED)
 
     def _note_failure(self, snapshot: Snapshot, error: Exception) -> None:
         with self._changed:
@@ -436,12 +434,12 @@ class Mirror:
 
     def _say_lost(self, target: Context) -> View:
         """Log which snapshots were saved and not mirrored, if the first store lost them; return what the mirror has."""
-        here, there = self._source.index.refresh(), target.index.refresh()
+        here, there = self._source.index.refresh(self.run), target.index.refresh(self.run)
         newest = there.newest(self.run)
         self._note_newest(newest)
         after = -1 if newest is None else newest.seq
         begun = [s for s in there.snapshots(self.run, (ABORTED,)) if s.reason == COPY_BEGUN and s.seq > after]
-        if lost := [str(s.step) for s in begun if here.get(s.id) is None and not here.is_unknown(s.id)]:
+        if lost := [str(s.step) for s in begun if here.get(s.id) is None and not here.is_unknown(s.id, self.run)]:
             last = f"step {newest.step}" if newest else "nothing"
             text = "run=%s steps %s were saved and not mirrored, and %s has lost them; %s has %s"
             log.warning(text, self.run, ", ".join(lost), self._source.store.url, self.url, last)
@@ -453,13 +451,13 @@ class Mirror:
         Raises:
             IntegrityError, StorageError: as `newest_of_both` raises them.
         """
-        here = self._source.index.refresh()
+        here = self._source.index.refresh(self.run)
         return newest_of_both(here, self.view, self.run, f"{self.run}@latest in {self.url}")
 
     def view(self) -> View | None:
-        """Return what the mirror has; None if it cannot be reached."""
+        """Return what the mirror has of the run; None if it cannot be reached."""
         try:
-            return self._opened().index.refresh()
+            return self._opened().index.refresh(self.run)
         except (StorageError, NotFoundError) as error:
             self._warn(error)
             return None
@@ -481,7 +479,7 @@ class Mirror:
         """Return the end of an error of a restore from the first store: how the mirror helps; empty if it does not."""
         there, found = self.view(), None
         with suppress(SnapstoreError):  # the error of the restore is the one to see
-            found = self._source.index.refresh().resolve(ref)
+            found = self._source.index.find(ref)
         known = there.get(found.id) if there is not None and found is not None else None
         if found is None or known is None or known.state not in (COMMITTED, FORGOTTEN) or is_dropped(known):
             return ""
@@ -509,7 +507,7 @@ class Mirror:
             found, is_there = self.newest()
             found = found if is_there else None
         else:
-            found = only_there(self._source.index.refresh(), self.view, self.run, name)
+            found = only_there(self._source.index.refresh(self.run), self.view, self.run, name)
         if found is None:
             return self._source
         if self.read_only:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from .. import retention
 from ..catalog import policy_store
-from ..catalog.history import View
+from ..catalog.history import View, run_of
 from ..catalog.needed_keys import all_needed_keys, needed_sizes
 from ..catalog.read_twice import listed
 from ..checks import check_list, check_name
@@ -42,6 +42,7 @@ class ForgetResult:
         unknown: the records of the run that cannot be read or are gone (key: why): policies do not count their
             snapshots, which stay. Empty if references name the snapshots.
         frees_bytes: of `forget_to_free`: what a gc then frees; else 0.
+        left: how many more no policy keeps; the upkeep of a save leaves them to the next one.
     """
 
     kept: list[tuple[Snapshot, tuple[str, ...]]]
@@ -49,8 +50,22 @@ class ForgetResult:
     dry_run: bool = False
     unknown: dict[str, str] = field(default_factory=dict)
     frees_bytes: int = 0
+    left: int = 0
 
     __repr__ = brief
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which of the snapshots that no policy keeps stay for now.
+
+    Attributes:
+        held: ids of snapshots that are not mirrored yet: the oldest HELD_AT_MOST of them stay.
+        most: forget at most so many, the oldest first; None: all.
+    """
+
+    held: Container[str] = ()
+    most: int | None = None
 
 
 def forget(
@@ -60,31 +75,36 @@ def forget(
     run: str,
     dry_run: bool = False,
     force: bool = False,
-    held: Container[str] = (),
+    view: View | None = None,
+    bounds: Bounds | None = None,
 ) -> ForgetResult:
     """Forget the snapshots of a run that no policy keeps; see `Repository.forget`.
 
     Args:
-        held: ids of snapshots that are not mirrored yet. The oldest HELD_AT_MOST of them that no policy keeps stay.
+        view: a listing of all records; None: list those of the run.
+        bounds: which of the snapshots that no policy keeps stay; None: none.
     """
+    bounds = bounds or Bounds()
     run = check_name("run", run)
-    if not (view := context.index.refresh(run)).snapshots(run):
-        (view := context.index.refresh()).require_run(run)
+    view = view or context.index.refresh_for(run, (COMMITTED,))
+    view.require_run(run)
     context.store.sync(records_prefix(run))  # no power loss may cost a newer snapshot after an older one is forgotten
     snapshots = view.snapshots(run)
     damaged = in_need_of_quarantined(context, snapshots)
     gone = {s.id for s in view.missing} - damaged  # tags may be gone with the last record
     counted = [s for s in snapshots if s.id not in damaged | gone]
-    decisions = retention.apply(keep, counted, force=force, needs=needs_of(context, counted))
+    decisions = retention.apply(keep, counted, force=force, needs=needs_of(context, counted, view))
     chosen = {d.snapshot.id for d in decisions if not d.reasons}
     by_id = {s.id: s for s in snapshots}
     kept = [(by_id[d.snapshot.id], d.reasons) for d in decisions if d.reasons]
     kept += [(s, ("damaged: 'snapstore repair' heals it, or drops it",)) for s in snapshots if s.id in damaged]
     kept += [(s, ("its last record is gone: 'snapstore repair' puts it back",)) for s in snapshots if s.id in gone]
-    holding = [s for s in snapshots if s.id in chosen and s.id in held][:HELD_AT_MOST]
+    holding = [s for s in snapshots if s.id in chosen and s.id in bounds.held][:HELD_AT_MOST]
     kept += [(s, ("not mirrored yet",)) for s in holding]
     chosen -= {s.id for s in holding}
     going = [s for s in snapshots if s.id in chosen]
+    left = len(going[bounds.most :]) if bounds.most is not None else 0
+    going = going[: bounds.most]
     if dry_run:
         return ForgetResult(kept, going, True, view.unknown(run))
     superseded, policy = view.superseded(run), retention.describe(keep)
@@ -94,18 +114,37 @@ def forget(
         ("kept by no policy", [s for s in going if s.id not in superseded]),
     ):
         forgotten += revisions.forget(context, group, policy=policy, reason=reason)
-    return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq), unknown=view.unknown(run))
+    return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq), unknown=view.unknown(run), left=left)
 
 
-def needs_of(context: Context, snapshots: Sequence[Snapshot]) -> retention.Needs:
+def would_forget(context: Context, keep: Sequence[retention.Policy], run: str, held: Container[str] = ()) -> bool:
+    """Return whether `forget` may find something to do, by what this process knows of the run; it lists nothing.
+
+    A snapshot that another process has saved since is left to the next look.
+    """
+    if any(isinstance(policy, retention.KeepBytes) for policy in keep):
+        return True
+    try:
+        decisions = retention.apply(keep, context.index.known(run).snapshots(run))
+    except InvalidInputError:  # the policies would keep nothing, which `forget` reports
+        return True
+    going = [d.snapshot for d in decisions if not d.reasons]
+    return sum(s.id in held for s in going) > HELD_AT_MOST or any(s.id not in held for s in going)
+
+
+def needs_of(context: Context, snapshots: Sequence[Snapshot], view: View) -> retention.Needs:
     """Return what tells the objects that some snapshots of a run need, without those that any other snapshot needs.
 
-    It lists the records of all runs, and reads the headers of manifests that the index does not know.
+    It reads the headers of manifests that the index does not know.
+
+    Args:
+        view: the records; if these are of the run alone, those of all runs are listed.
     """
 
     def needs() -> dict[str, dict[str, int]]:
         counted = {s.id for s in snapshots}
-        others = [s for s in context.index.refresh().snapshots() if s.id not in counted]
+        of_all = view if view.only_run is None else context.index.refresh()
+        others = [s for s in of_all.snapshots() if s.id not in counted]
         found = needed_sizes(context.index, [*snapshots, *others])
         stay = set().union(*(found.pop(s.id) for s in others))
         return {name: {key: size for key, size in sizes.items() if key not in stay} for name, sizes in found.items()}
@@ -190,7 +229,7 @@ def _by_policy(context: Context, view: View, run: str) -> list[tuple[int, Snapsh
     stay = in_need_of_quarantined(context, snapshots) | {s.id for s in view.missing}
     policies = policy_store.read(context.store, run)
     steps = [s for s in snapshots if s.id not in stay]
-    kept = retention.reasons_by_policy(policies, steps, needs_of(context, steps))
+    kept = retention.reasons_by_policy(policies, steps, needs_of(context, steps, view))
     found = []
     for decision in retention.apply([], steps, force=True):
         if not decision.reasons:  # neither tagged nor the newest
@@ -247,8 +286,9 @@ def _newest_whole(context: Context, view: View, run: str) -> Snapshot | None:
 
 def unforget(context: Context, ref: str) -> Snapshot:
     """Bring a forgotten snapshot back; see `Repository.unforget`."""
-    view = context.index.refresh()
-    snapshot = view.resolve(ref, (FORGOTTEN, COMMITTED, SWEPT))
+    states = (FORGOTTEN, COMMITTED, SWEPT)
+    view = context.index.refresh_for(run_of(ref), states)
+    snapshot = view.resolve(ref, states)
     forgotten = [s for s in view.snapshots(snapshot.run, (FORGOTTEN,)) if s.step == snapshot.step]
     if snapshot.state != FORGOTTEN and forgotten and "@" in ref:  # an id names one snapshot
         snapshot = forgotten[-1]

@@ -40,14 +40,14 @@ from ..errors import (
 )
 from ..format import records
 from ..format.keys import notes_of_gc
-from ..format.records import FORGOTTEN, SWEPT, Done, Mark, Wait
+from ..format.records import FORGOTTEN, SWEPT, Done, Mark, Snapshot, Wait
 from ..storage import progress
 from ..storage.base import ObjectInfo, ObjectStore
 from ..text import brief, counted, some, strip_hint
 from ..threads import Threads
 from .liveness import examine, fence_if_dead, listed_sessions
 from .notes import MARK_LIMIT_BYTES, in_quarantine, remove_notes_of_swept, standing_marks
-from .revisions import hidden_revision, put, retry_conflicts, revise
+from .revisions import at_once, hidden_revision, put, retry_conflicts, revise
 from .unexplained_objects import find_damaged, find_unexplained, require_explained
 
 DEFAULT_FENCE_AFTER_S = 3600.0
@@ -57,6 +57,32 @@ FEW_OBJECTS, LISTINGS_AT_ONCE = 8000, 16
 DELETED_AT_ONCE = 1000
 #: Objects of other names were put by another program, and are left alone.
 OBJECT_NAME = re.compile(r"(?:packs|manifests)/[0-9a-f]{2}/[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at a repository: its packs and manifests, and after them its records.
+
+    Attributes:
+        sizes: of every pack and manifest, by key [bytes].
+        view: all records.
+    """
+
+    sizes: dict[str, int]
+    view: View
+
+    @staticmethod
+    def at(context: Context) -> Look:
+        """List packs and manifests, then records.
+
+        Raises:
+            StorageError: a listing failed.
+        """
+        return Look(_sizes(context.store), context.index.refresh())
+
+    def with_revisions(self, made: Iterable[Snapshot]) -> Look:
+        """Return this look with revisions that this process has made since."""
+        return Look(self.sizes, self.view.with_revisions(made))
 
 
 @dataclass(slots=True)
@@ -69,6 +95,7 @@ class GcResult:
         waiting_for: ids of sessions of live saves, and of damaged sessions. The objects that wait for them were not
             deleted; a later gc deletes them.
         fenced: ids of sessions of dead saves, which can no longer commit.
+        left: how many forgotten snapshots keep bytes until the next gc, because this one had a bound.
     """
 
     deleted_objects: int = 0
@@ -76,6 +103,7 @@ class GcResult:
     stored_bytes: int = 0
     waiting_for: list[str] = field(default_factory=list)
     fenced: list[str] = field(default_factory=list)
+    left: int = 0
     dry_run: bool = False
 
     __repr__ = brief
@@ -88,6 +116,8 @@ def collect(
     fence_after_s: float = DEFAULT_FENCE_AFTER_S,
     unexplained: bool = False,
     stops: Callable[[], bool] = lambda: False,
+    look: Look | None = None,
+    most: int | None = None,
 ) -> GcResult:
     """Delete every pack and manifest that no committed snapshot needs.
 
@@ -95,6 +125,8 @@ def collect(
         fence_after_s: a session of another host whose heartbeat is older counts as dead [s].
         unexplained: delete also objects that no record explains (unexplained_objects.py).
         stops: whether to stop; it is asked between the steps. The next gc goes on.
+        look: for the mark; None: look now. The sweep always looks again.
+        most: let at most so many forgotten snapshots lose bytes, the oldest first; None: all.
 
     Raises:
         IntegrityError: a manifest is unreadable, a live object is missing, the listing lacks known records, or no
@@ -102,7 +134,7 @@ def collect(
         StorageError: a listing failed; nothing was deleted.
         SnapstoreError: it was told to stop.
     """
-    gc = _Gc(context, fence_after_s, unexplained, GcResult(dry_run=dry_run), stops)
+    gc = _Gc(context, fence_after_s, unexplained, GcResult(dry_run=dry_run), stops, look, most)
     if dry_run:
         gc.look()
     else:
@@ -119,6 +151,8 @@ class _Gc:
     unexplained: bool
     result: GcResult
     stops: Callable[[], bool]
+    first: Look | None
+    most: int | None
 
     @property
     def store(self) -> ObjectStore:
@@ -140,6 +174,7 @@ class _Gc:
         self.store.clean()
         pending: set[str] = set()  # candidates of marks that wait for sessions
         for mark in standing_marks(self.store):  # of gcs that died, or run beside this one
+            self.first = None  # its sweep may delete what that look has listed
             if not self._sweep(mark):
                 pending |= mark.keys()
         mark_now = self._mark(pending)
@@ -169,9 +204,11 @@ class _Gc:
         before: set[str] = set()
         sessions: list[str] = []
         while True:
-            sizes = _sizes(self.store)
+            look, self.first = (None, self.first) if list_twice or before else (self.first, None)
+            sizes = look.sizes if look is not None else _sizes(self.store)
             self.result.stored_bytes = sum(sizes.values())
-            view, live = _live(self.context, sizes, list_twice=list_twice or bool(before))
+            seen = look.view if look is not None else None
+            view, live = _live(self.context, sizes, seen, list_twice=list_twice or bool(before))
             unneeded = sizes.keys() - live - in_quarantine(self.store)
             if self.unexplained:
                 return view, unneeded, sizes
@@ -186,7 +223,7 @@ class _Gc:
     def _mark(self, pending: set[str]) -> Mark | None:
         """Do steps 1 to 3; return None if there is nothing to delete that no standing mark names."""
         view, candidates, _ = self._candidates(list_twice=False)  # the sweep looks again before it deletes
-        candidates -= pending
+        candidates = self._bounded(view, candidates - pending)
         if not candidates:
             if not pending:  # a forgotten snapshot whose manifests are all gone has nothing left to delete
                 with suppress(ConflictError):
@@ -202,6 +239,19 @@ class _Gc:
         put(self.store, records.key_of(mark), records.encode(mark))
         return mark
 
+    def _bounded(self, view: View, doomed: set[str]) -> set[str]:
+        """Return the keys that may be deleted now, so that at most `most` forgotten snapshots lose bytes."""
+        if self.most is None:
+            return doomed
+        later, losing = set[str](), 0
+        for _, keys in all_needed_keys(self.context.index, view.snapshots(states=(FORGOTTEN,))):
+            if isinstance(keys, set) and not keys.isdisjoint(doomed):
+                losing += 1
+                if losing > self.most:
+                    later |= keys
+        self.result.left = max(self.result.left, losing - self.most)
+        return (doomed - later) or doomed  # else snapshots of equal content would stay for ever
+
     def _sweep(self, mark: Mark) -> bool:
         """Complete a mark; return False if it must wait."""
         store, waited = self.context.store, _wait_list(self.store, mark).sessions
@@ -212,7 +262,7 @@ class _Gc:
 
         def decide() -> tuple[set[str], dict[str, int]]:  # called again if an unforget revised a record first
             view, unneeded, sizes = self._candidates(list_twice=True)
-            doomed = mark.keys() & unneeded
+            doomed = self._bounded(view, mark.keys() & unneeded)
             _write_swept(self.context, view, doomed)
             return doomed, sizes
 
@@ -285,11 +335,16 @@ def _live_keys(context: Context, view: View, present: Iterable[str]) -> set[str]
     return live
 
 
-def _live(context: Context, present: Iterable[str], *, list_twice: bool) -> tuple[View, set[str]]:
-    """Return (the records as they are now, the keys of all that the committed ones need); see `_Gc._candidates`."""
+def _live(context: Context, present: Iterable[str], seen: View | None, *, list_twice: bool) -> tuple[View, set[str]]:
+    """Return (the records, the keys of all that the committed ones need); see `_Gc._candidates`.
+
+    Args:
+        seen: the records as they were listed; None: list them now.
+    """
 
     def look() -> tuple[View, set[str]]:
-        view = context.index.refresh(list_twice=list_twice)
+        nonlocal seen
+        view, seen = seen or context.index.refresh(list_twice=list_twice), None
         if view.vanished and not list_twice:
             view = context.index.refresh(list_twice=True)
         for run in view.runs(states=None):
@@ -331,15 +386,17 @@ def _write_swept(context: Context, view: View, doomed: set[str]) -> None:
     """Create a `swept` revision for every forgotten record that loses bytes.
 
     Raises:
-        ConflictError: another process has revised a record first; the records before it are swept.
+        ConflictError: another process has revised a record first; others may be swept.
     """
+    losing: list[Snapshot] = []
     for snapshot, keys in all_needed_keys(context.index, view.snapshots(states=(FORGOTTEN,))):
         # A bad sector must not stop every gc: a snapshot that a repair has dropped may be deleted unread.
         if isinstance(keys, StorageError) and not is_dropped(snapshot):
             raise keys  # it cannot be read, which does not say that it is gone
         # Another error: its manifest is gone, because an earlier sweep died before it wrote this revision.
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):
-            revise(context, snapshot, state=SWEPT)
+            losing.append(snapshot)
+    at_once(lambda snapshot: revise(context, snapshot, state=SWEPT), losing)
 
 
 def _remove_old_notes(context: Context, keep: int = 10) -> None:

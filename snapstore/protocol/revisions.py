@@ -30,10 +30,11 @@ from ..threads import Threads
 
 #: Bounds the retries: a revision that no listing shows would cause an endless loop.
 CONFLICT_ATTEMPTS = 20
-#: Each revision is one small durable put: the threads wait for the disk, not for a core.
-FORGET_THREADS = 8
+#: So many revisions are written at once: each is one small durable put, which waits for the disk, not for a core.
+REVISIONS_AT_ONCE = 16
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def retry_conflicts(attempt: Callable[[], T], failure: Callable[[ConflictError], SnapstoreError]) -> T:
@@ -109,6 +110,18 @@ def revise(context: Context, snapshot: Snapshot, **changes: object) -> Snapshot:
     return revision
 
 
+def at_once(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return `function` of every item; it creates a revision of each.
+
+    Raises:
+        The error of the first item, in their order, that failed; the others may have been revised.
+    """
+    if len(items) < 2:
+        return [function(item) for item in items]
+    with Threads(REVISIONS_AT_ONCE) as threads:
+        return threads.start(function, items)()
+
+
 def is_ruling(view: View, snapshot: Snapshot) -> bool:
     """Return whether a revision is still the highest one of its record."""
     ruling = view.get(snapshot.id)
@@ -132,8 +145,7 @@ def forget(context: Context, chosen: Sequence[Snapshot], *, policy: str, reason:
     Raises:
         StorageError: the store failed, or has a revision that no listing shows.
     """
-    with Threads(FORGET_THREADS) as threads:
-        done = threads.start(lambda s: _forget_one(context, s, policy, reason), chosen)()
+    done = at_once(lambda s: _forget_one(context, s, policy, reason), chosen)
     return [snapshot for snapshot in done if snapshot is not None]
 
 

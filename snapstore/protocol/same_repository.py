@@ -42,13 +42,16 @@ T = TypeVar("T")
 def pinned(verb: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
     """Return a verb that writes or deletes, changed to run only while the store is the repository that was opened.
 
+    All that it caches goes into the index in one write.
+
     The returned verb also raises StorageError: the store holds another repository, or none, or cannot be read.
     """
 
     @functools.wraps(verb)
     def call(self: R, /, *args: P.args, **kwargs: P.kwargs) -> T:
         context = self.context
-        with _pinned_to_objects(context.store) if context.config_problem else confirmed(context):
+        place = _pinned_to_objects(context.store) if context.config_problem else confirmed(context)
+        with place, context.index.one_write():
             return verb(self, *args, **kwargs)
 
     return call

@@ -15,11 +15,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from ..catalog.history import View
+from ..catalog.history import View, run_of
 from ..checks import check_tag, check_tags
 from ..context import Context
 from ..errors import ConflictError, InvalidInputError, NotFoundError
-from ..format.records import COMMITTED, Snapshot
+from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 from ..text import log, quoted
 from .revisions import retry_conflicts, revise
 
@@ -56,7 +56,7 @@ def _revise_committed(context: Context, ref: str, tags_of: Callable[[Snapshot], 
     """
 
     def attempt() -> tuple[View, Snapshot]:
-        view = context.index.refresh()
+        view = context.index.refresh_for(run_of(ref), (COMMITTED, FORGOTTEN))
         snapshot = view.resolve(ref)
         view.require_last(snapshot)
         if snapshot.state != COMMITTED:

@@ -97,7 +97,7 @@ def ruling_now(context: Context, snapshot: Snapshot, error: SnapstoreError) -> S
         The error again, with the snapshot's name: the revision that was read is the current one, so it is damaged.
         IntegrityError, StorageError: the record of the current revision is damaged, or cannot be read.
     """
-    view = context.index.refresh()
+    view = context.index.refresh(snapshot.run)
     view.require_known(snapshot.ref, snapshot.run, snapshot_id=snapshot.id)
     ruling = view.get(snapshot.id)
     if ruling is None or (ruling.state != SWEPT and ruling.manifests == snapshot.manifests):
@@ -139,14 +139,14 @@ def opened(context: Context, ref: str | Snapshot, open_it: Callable[[Snapshot], 
 
     It is called again if the snapshot was rewritten meanwhile. If it was deleted, the reference means another one now.
     """
-    snapshot = ref if isinstance(ref, Snapshot) else context.index.refresh().resolve(ref)
+    snapshot = ref if isinstance(ref, Snapshot) else context.index.find(ref)
     while True:
         try:
             return open_it(snapshot)
         except (IntegrityError, FormatError) as error:
             ruling = ruling_now(context, snapshot, error)
             if ruling.state == SWEPT:
-                ruling = context.index.refresh().resolve(f"id:{ref.id}" if isinstance(ref, Snapshot) else ref)
+                ruling = context.index.find(f"id:{ref.id}" if isinstance(ref, Snapshot) else ref)
             snapshot = ruling
 
 

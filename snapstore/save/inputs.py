@@ -137,9 +137,8 @@ class SaveRequest:
         """
         context.index.check_process()
         parent, self.last, self.first_seq = lineage.next_save(self.run)
-        view = context.index.refresh() if self.parent is not None or self.bases else None
-        self.bases = [view.resolve(ref).id for ref in self.bases] if view else []
-        self.parent = view.resolve(self.parent).id if view and self.parent is not None else parent
+        self.bases = [context.index.find(ref).id for ref in self.bases]
+        self.parent = context.index.find(self.parent).id if self.parent is not None else parent
 
     def session(self, context: Context) -> SaveSession:
         """Return the session of this save, not begun yet; `resolve` was called before."""

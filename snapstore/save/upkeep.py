@@ -1,36 +1,73 @@
-"""Upkeep: what follows a commit: forget by the policies, then gc."""
+"""Upkeep: what follows a commit: forget by the policies, then gc. One look at the store serves both.
+
+A save forgets and sweeps at most AT_ONCE snapshots, so that the first policy on a long run does not hold up the saves
+that follow; the next save goes on, and `close` does what is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 
+from .. import retention
 from ..context import Context
 from ..errors import IntegrityError, SnapstoreError
-from ..protocol.forget import ForgetResult
-from ..protocol.gc import collect
+from ..protocol.forget import Bounds, forget, would_forget
+from ..protocol.gc import Look, collect
+from ..protocol.same_repository import confirmed
 from ..text import log
 
+#: A save forgets at most so many snapshots, and sweeps as many.
+AT_ONCE = 256
 
-def retain(
-    context: Context, run: str, forget: Callable[[], ForgetResult], stops: Callable[[], bool]
-) -> Exception | None:
-    """Forget by the policies, then run gc. A failure costs only space, so it is logged: the next save tries again.
+
+class Upkeep:
+    """The upkeep of one run.
 
     Args:
-        forget: applies the policies.
         stops: whether to delete no more.
+        held: returns the ids of the snapshots that are not mirrored yet.
 
-    Returns:
-        Damage, which the caller must learn of, or None.
+    Attributes:
+        error: damage that the last upkeep has met, which the caller must learn of; None: it met none.
+        is_left: whether the last one has left something to the next.
     """
-    try:
-        if forget().forgotten:
-            with context.store.pinned():
-                collect(context, stops=stops)
-    except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
-        if isinstance(error, SnapstoreError) and not isinstance(error, IntegrityError):
-            log.warning("run=%s retention ended early, the next save tries again: %s", run, error)
-            return None
-        log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", run, error)
-        return error
-    return None
+
+    def __init__(
+        self, context: Context, run: str, stops: Callable[[], bool], held: Callable[[], Container[str]]
+    ) -> None:
+        self._context, self._run, self._stops, self._held = context, run, stops, held
+        self.error: BaseException | None = None
+        self.is_left = False
+
+    def retain(self, keep: Sequence[retention.Policy], *, bounded: bool = True) -> None:
+        """Forget by the policies, then run gc. A failure costs only space, so it is logged: the next save tries again.
+
+        Args:
+            bounded: forget and sweep at most AT_ONCE snapshots.
+        """
+        self.error = None
+        try:
+            self._forget_and_collect(keep, AT_ONCE if bounded else None)
+        except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
+            self.is_left = False
+            if isinstance(error, SnapstoreError) and not isinstance(error, IntegrityError):
+                log.warning("run=%s retention ended early, the next save tries again: %s", self._run, error)
+                return
+            log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self._run, error)
+            self.error = error
+
+    def _forget_and_collect(self, keep: Sequence[retention.Policy], most: int | None) -> None:
+        context, held = self._context, self._held()
+        with confirmed(context), context.index.one_write():
+            if not (self.is_left or would_forget(context, keep, self._run, held)):
+                return
+            # `KeepBytes` keeps all that it does on most saves: no gc follows, so it does not list objects first
+            is_likely = not any(isinstance(policy, retention.KeepBytes) for policy in keep)
+            look = Look.at(context) if is_likely else None
+            view = look.view if look is not None else None
+            done = forget(context, keep, run=self._run, view=view, bounds=Bounds(held, most))
+            left = done.left
+            if done.forgotten or self.is_left:
+                look = look.with_revisions(done.forgotten) if look is not None else None
+                left += collect(context, stops=self._stops, look=look, most=most).left
+            self.is_left = left > 0

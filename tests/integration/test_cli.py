@@ -190,7 +190,7 @@ def test_invalid_environment_values(sh):
 
 def test_errors_keep_their_exit_codes_and_tracebacks_need_v(sh, monkeypatch):
     def failing(error):
-        def view(self):
+        def view(*_):
             raise error
 
         monkeypatch.setattr(Repository, "view", view)

@@ -10,6 +10,7 @@ import pytest
 
 from kit.processes import ROOT, environment, free_port
 from kit.repositories import same
+from kit.samples import SEED, THOROUGH
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:This DataLoader will create")
@@ -78,7 +79,7 @@ def losses_of(script, workers, kill=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 2] if THOROUGH else [(0, 2)[SEED % 2]])
 def test_the_code_of_readme_computes_the_same_losses_after_each_kill(workers, tmp_path):
     """It is killed before the first snapshot, within an epoch, at its end, and during saves."""
     code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]

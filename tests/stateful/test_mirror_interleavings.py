@@ -37,6 +37,8 @@ from kit.schedules import (
 from kit.tally import tally
 from snapstore import ConflictError, KeepEvery, KeepLast, NotFoundError, Repository
 from snapstore.copy.mirror import Mirror
+from snapstore.protocol.forget import Bounds, forget
+from snapstore.protocol.same_repository import confirmed
 from snapstore.retention import Policy
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
@@ -88,7 +90,9 @@ def job(steps: Sequence[int], second: ObjectStore, keep: Sequence[Policy], here:
                 with suppress(ConflictError):
                     mirror.note(save(repository, "a", step, step))
                 with suppress(ConflictError):
-                    mirror.forget_here(here) if here else None
+                    if here:
+                        with confirmed(repository.context):
+                            forget(repository.context, here, run="a", bounds=Bounds(mirror.held()))
                 with suppress(ConflictError, NotFoundError):
                     mirror.attempt()
             for _ in range(2):

@@ -509,7 +509,9 @@ def test_a_save_that_outlives_its_manager_releases_memory_and_repository(monkeyp
     gate, done = threading.Event(), threading.Event()
     manager = SnapshotManager(Held(created(), gate), run="a", options=OPTIONS)
     if not fails:
-        monkeypatch.setattr(manager, "_retain", lambda: done.wait(60))  # the save itself has committed by then
+        monkeypatch.setattr(
+            manager._upkeep, "retain", lambda keep: done.wait(60)
+        )  # the save itself has committed by then
         manager.keep = [KeepLast(1)]
         gate.set()
     saved = manager.save(1, {"w": torch.ones(5000)})
@@ -696,7 +698,7 @@ def test_an_error_of_gc_does_not_change_the_status_of_a_job_that_was_told():
             manager.save(step, {"w": torch.full((5000,), float(step))})
             manager._background.join()
             if step == 3:
-                assert isinstance(manager._retention_error, SnapstoreError)
+                assert isinstance(manager._upkeep.error, SnapstoreError)
 
     with pytest.raises(SystemExit) as ended:
         train()

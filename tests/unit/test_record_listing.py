@@ -175,6 +175,7 @@ def test_a_cache_learns_how_records_are_listed_before_the_program_ends(tmp_path)
             save(repository, "a", step, step)
         index = repository.context.index
         other = Index(repository.store, index.uuid, index.folder)
+        other._load("snapshots/a/")
         sizes = {record.snapshot.step: record.size_bytes for record in other._records.values()}
         other.close()
     assert sizes == {0: ANY, 1: ANY, 2: ANY, 3: -1}

@@ -451,7 +451,7 @@ class View:
         if not prefix or not set(prefix) <= set("0123456789abcdef"):
             raise InvalidInputError(f"reference {quoted(ref)}: expected id: and hexadecimal digits")
         found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
-        for _, name, key in self._unknown(self.only_run):
+        for _, name, key in self._unknown():
             if name.startswith(prefix) and (parsed := parse_record_key(key)):
                 self.require_known(ref, parsed[0], snapshot_id=name)
         if not found:

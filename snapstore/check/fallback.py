@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ..catalog.history import View
+from ..catalog.history import View, run_of
 from ..catalog.read_twice import read_object_twice, read_small, require_damage
 from ..context import Context
 from ..distributed import messages
@@ -261,9 +261,10 @@ def candidates(context: Context, run: str, ref: str | None = None, step: int | N
         IntegrityError: the reference names no step, and the record that it may mean is damaged.
         StorageError: the listing failed.
     """
-    view = context.index.refresh(run)
+    listed = run if ref is None else run_of(ref)  # an id may be of any run
+    view = context.index.refresh(listed)
     if view.unknown(run):
-        view = context.index.refresh(run, list_twice=True)  # one wrong answer proves nothing
+        view = context.index.refresh(listed, list_twice=True)  # one wrong answer proves nothing
     first = None
     if ref is not None:
         try:

@@ -41,6 +41,7 @@ from .folders import (
     Identity,
     closing,
     identity,
+    is_empty,
     make_folder,
     open_folder,
     open_readable,
@@ -56,6 +57,9 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 #: the CPU time, and leaves the page cache to the program's data (docs/design/cpu-engine.md).
 DIRECT_MIN_BYTES = 1024 * 1024
 _NO_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EFAULT}
+#: A gc may remove a folder while it is empty, again and again: a put makes it so often.
+_ATTEMPTS = 5
+_REMOVED = {errno.ENOENT, errno.ESTALE}
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -92,7 +96,14 @@ class AtomicWriter:
                 share_with_group(root, fd)
                 _write_all(fd, view)
                 os.fsync(fd)
-                self._link(key, fd, (temps, temp), (folder, name))
+                for again in range(_ATTEMPTS - 1, -1, -1):
+                    try:
+                        self._link(key, fd, (temps, temp), (folder, name))
+                        break
+                    except OSError as error:
+                        if error.errno not in _REMOVED or not again:
+                            raise
+                        folder = opened.enter_context(closing(self.open_durable(root, above)))
                 self._in_doubt.discard(key)  # the name is new
                 self.fsync_name(folder, key)
                 if lock_name is not None:
@@ -115,18 +126,22 @@ class AtomicWriter:
         for depth, name in enumerate(names):
             with closing(folder):
                 shown = "/".join(names[: depth + 1])
-                try:
-                    inner = open_folder(folder, name, shown)
-                except FileNotFoundError:
-                    if not make:
-                        raise
-                    self._durable.pop(shown, None)  # a new folder may get the inode number of a deleted one
-                    self._in_doubt.discard(f"{shown}/")
-                    make_folder(folder, name, root)
-                    inner = open_folder(folder, name, shown)
+                for again in range(_ATTEMPTS - 1, -1, -1):
+                    try:
+                        inner = open_folder(folder, name, shown)
+                        break
+                    except FileNotFoundError:
+                        if not make or not again:
+                            raise
+                        self._durable.pop(shown, None)  # a new folder may get the inode number of a deleted one
+                        self._in_doubt.discard(f"{shown}/")
+                        make_folder(folder, name, root)
+                is_leaf = 0 < depth == len(names) - 1
                 try:
                     found = identity(os.fstat(inner))
-                    if self._durable.get(shown) != found:
+                    # A gc may have removed an empty folder, and another process made it again with the same inode
+                    # number. Who links the first name into it has made it durable before.
+                    if self._durable.get(shown) != found or (make and is_leaf and is_empty(inner)):
                         self.fsync_name(folder, f"{shown}/")
                         self._durable[shown] = found
                 except BaseException:

@@ -151,6 +151,12 @@ def names_in(folder: int, below: str = "tmp/") -> list[str]:
     return names if below else [name for name in names if name not in RESERVED]
 
 
+def is_empty(folder: int) -> bool:
+    """Return whether a folder has no entry."""
+    with closing(open_readable(folder)) as readable, os.scandir(readable) as scan:
+        return next(scan, None) is None
+
+
 def folder_names(folder: int, below: str) -> list[str]:
     """Return the names of the folders in a folder that could be part of a key.
 

@@ -184,12 +184,21 @@ class LocalStore(ObjectStore):
         return self._list(prefix, key_only)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Unlink every key: needs no free space, keeps the folders, and may be undone by a power loss."""
+        """Unlink every key: needs no free space, and may be undone by a power loss.
+
+        Folders below the first level are removed if this leaves them empty; a put makes them again.
+        """
+        folders: set[str] = set()
         for key in keys:
             with suppress(NotFoundError), self._at(key, "delete") as (folder, name), suppress(IsADirectoryError):
                 os.unlink(name, dir_fd=folder)
                 self._writer.end_doubt(key)
+                folders.add(key.rpartition("/")[0])
             unlock(self._lock_name(key))  # after the unlink: nothing sees a live session without its lock
+        for name in sorted(folders):
+            if "/" in name:
+                with suppress(SnapstoreError, OSError), self._at(name, "remove") as (above, last):
+                    os.rmdir(last, dir_fd=above)  # fails if it is not empty
 
     def now_s(self) -> float:
         """Return the time that the file system gives a new file now [s since the epoch].
@@ -435,7 +444,7 @@ class LocalStore(ObjectStore):
                     "repository; put what it leads to in its place, or remove it"
                 )
             )
-        return translate(f"{self.url if key == '/' else f'{key} in {self.url}'}: cannot {verb}", error)
+        return translate(f"{self.url if key == '/' else f'{key} in {self.url}'}: cannot {verb}", error, self.root)
 
 
 # --- files ---

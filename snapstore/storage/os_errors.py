@@ -6,6 +6,7 @@ In: an OSError, and the thing that failed. Out: an error that names the thing, t
 from __future__ import annotations
 
 import errno
+import os
 
 from ..errors import NotFoundError, SnapstoreError, StorageError, StorageFullError, lasting
 
@@ -14,6 +15,8 @@ _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 _TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
 #: The disk cannot read some bytes or an inode. Not every system has all of these.
 _UNREADABLE = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
+#: After a full disk has refused a file, its own few files are gone again, and their inodes are free.
+_FEW_INODES = 8
 #: Something else has the name of a file: a folder, a link, a socket.
 _NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
@@ -59,9 +62,30 @@ def is_unreadable(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _UNREADABLE
 
 
-def translate(what: str, error: OSError) -> SnapstoreError:
-    """Return the error to raise for an OSError; `what` says which thing and which action failed."""
+def inodes(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Return (how many inodes are free for this user, how many there are) on the file system of a path.
+
+    None: it makes them as they are needed, or does not tell.
+    """
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return None
+    return (status.f_favail, status.f_files) if status.f_files else None
+
+
+def translate(what: str, error: OSError, place: str | os.PathLike[str] | None = None) -> SnapstoreError:
+    """Return the error to raise for an OSError.
+
+    Args:
+        what: says which thing and which action failed.
+        place: a path on the file system; a full one may lack inodes, not bytes.
+    """
     name = error_name(error)
+    left = inodes(place) if place is not None and error.errno == errno.ENOSPC else None
+    if left is not None and left[0] < _FEW_INODES:
+        text = f"no free inodes ({name}): {left[0]} of {left[1]} are left, and each file and folder takes one"
+        return StorageFullError(f"{what}: {text}; remove files, or run 'snapstore gc'")
     if is_full(error):
         return StorageFullError(f"{what}: no space or quota left ({name}); free some, or run 'snapstore gc'")
     if error.errno in _REFUSED:

@@ -32,7 +32,7 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record system calls within the block, of all threads, one after the other."""
-        real = {name: getattr(os, name) for name in ("open", "write", "fsync", "link", "unlink", "mkdir")}
+        real = {name: getattr(os, name) for name in ("open", "write", "fsync", "link", "unlink", "mkdir", "rmdir")}
 
         def open_(path: Any, flags: int, *rest: Any, **options: Any) -> int:
             fd: int = real["open"](path, flags, *rest, **options)
@@ -72,6 +72,12 @@ class Recorder:
             if (name := self._name(path, options.get("dir_fd"))) is not None:
                 self.events.append(("mkdir", name, None))
 
+        def rmdir(path: Any, **options: Any) -> None:
+            name = self._name(path, options.get("dir_fd"))
+            real["rmdir"](path, **options)
+            if name is not None:
+                self.events.append(("unlink", name, None))
+
         lock = threading.RLock()  # the events are in the order of their effects
 
         def in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +89,7 @@ class Recorder:
 
         with pytest.MonkeyPatch.context() as patch:
             for name, ours in {"open": open_, "write": write, "fsync": fsync, "link": link, "unlink": unlink,
-                               "mkdir": mkdir}.items():  # fmt: skip
+                               "mkdir": mkdir, "rmdir": rmdir}.items():  # fmt: skip
                 patch.setattr(os, name, in_turn(ours))
             yield
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit import power
 from kit.objects import keys_of
 from kit.ranks import together
 from kit.waits import until
@@ -184,10 +185,9 @@ def test_levels_made_by_another_process_are_not_trusted(calls, store, root):
     assert calls.index(("fsync", "repo")) < calls.index(("fsync", "repo/packs")) < link
 
 
-def test_a_level_removed_by_hand_is_made_again(calls, store, root):
+def test_a_level_that_a_delete_has_removed_is_made_again(calls, store):
     store.put("a/b/c", b"x")
     store.delete(["a/b/c"])
-    (root / "a" / "b").rmdir()
     calls.clear()
     store.put("a/b/c", b"x")
     assert calls[:2] == [("mkdir", "repo/a/b"), ("fsync", "repo/a")]
@@ -218,8 +218,8 @@ def fill(store, data):
     for i in range(100):
         try:
             store.put(f"fill/{i}", data)
-        except StorageFullError:
-            return
+        except StorageFullError as error:
+            return str(error)
     raise AssertionError("the disk never filled up")
 
 
@@ -1394,3 +1394,106 @@ def test_an_interrupt_while_a_lock_is_released_does_not_keep_it(tmp_path):
         assert before == locks._LOCKED_FDS
         line += 1
     assert line > 4
+
+
+# --- empty folders
+
+
+def folders_of(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir() and path.name != "tmp")
+
+
+def test_a_delete_removes_the_folder_that_it_leaves_empty(store, root):
+    for key in ("packs/ab/1", "packs/ab/2", "packs/cd/1", "snapshots/a/1.0", "gc/1.mark"):
+        store.put(key, b"x")
+    store.delete(["packs/ab/1", "packs/cd/1", "gc/1.mark", "snapshots/a/1.0", "snapshots/b/1.0"])
+    assert folders_of(root) == ["gc", "packs", "packs/ab", "snapshots"]
+    store.put("packs/cd/1", b"again")
+    assert store.get("packs/cd/1") == b"again"
+    (root / "packs/cd/foreign").write_bytes(b"of another program")
+    store.delete(["packs/cd/1"])
+    assert (root / "packs/cd/foreign").exists()
+
+
+def test_puts_and_deletes_in_one_folder_at_the_same_time(store, root):
+    """The folder goes and comes again and again between the steps of the puts."""
+    ends, lost = threading.Event(), []
+
+    def collect():
+        other = LocalStore(root)
+        while not ends.is_set():
+            other.delete([key for key in keys_of(other, "packs/") if key.endswith("-old")])
+
+    def put(number):
+        writer = LocalStore(root)
+        for count in range(100):
+            writer.put(f"packs/ab/{number}-{count}-old", b"x")
+            if count % 10 == 0:
+                writer.put(f"packs/ab/{number}-{count}", b"y")
+                lost.extend([] if writer.get(f"packs/ab/{number}-{count}") == b"y" else [count])
+                writer.delete([f"packs/ab/{number}-{count}"])
+
+    collectors = [threading.Thread(target=collect) for _ in range(2)]
+    writers = [threading.Thread(target=put, args=(number,)) for number in range(2)]
+    try:
+        for thread in (*collectors, *writers):
+            thread.start()
+        for thread in writers:
+            thread.join(300)
+    finally:
+        ends.set()
+    for thread in collectors:
+        thread.join(300)
+    assert not lost
+    store.put("packs/ab/last", b"z")
+    store.delete(key for key in keys_of(store, "packs/") if not key.endswith("last"))
+    assert keys_of(store, "packs/") == ["packs/ab/last"]
+
+
+def test_a_put_makes_its_folder_again(store, root, monkeypatch):
+    """A gc removes it between any two steps of the put; if it never stops, that is an error."""
+    real, left = os.link, 3
+
+    def link(*names, **options):
+        nonlocal left
+        if left:
+            left -= 1
+            (root / "packs/ab").rmdir()
+        real(*names, **options)
+
+    monkeypatch.setattr(os, "link", link)
+    store.put("packs/ab/1", b"x")
+    assert store.get("packs/ab/1") == b"x"
+    left = 100
+    store.delete(["packs/ab/1"])
+    with pytest.raises(StorageError, match="packs/ab/2"):
+        store.put("packs/ab/2", b"x")
+    assert temps_of(store) == []
+    assert 90 < left < 100, "it gives up"
+
+
+def test_a_folder_that_has_the_inode_of_a_removed_one_is_made_durable(store, root):
+    """Another process has made it again, and has not synced the folder above yet."""
+    store.put("packs/ab/1", b"x")
+    store.delete(["packs/ab/1"])
+    (root / "packs/ab").mkdir()
+    status = (root / "packs/ab").stat()
+    store._writer._durable["packs/ab"] = (status.st_dev, status.st_ino)  # as if it were the same number
+    recorder = power.Recorder(root)
+    with recorder.recording():
+        store.put("packs/ab/2", b"y")
+    disk = power.Disk()
+    for event in [("mkdir", "packs", None), ("sync names", "", None), ("mkdir", "packs/ab", None), *recorder.events]:
+        disk.apply(event)
+    assert disk.left(lambda values: values[0])["packs/ab/2"] == b"y"
+    with recorder.recording():
+        before = len(recorder.events)
+        store.put("packs/ab/3", b"y")
+    assert ("sync names", "packs", None) not in recorder.events[before:], "a folder with a file is durable"
+
+
+def test_no_free_inodes_is_what_the_error_says(mount):
+    store = LocalStore(mount("nr_inodes=8"))
+    assert "no free inodes (ENOSPC): " in fill(store, b"")
+    store.delete(keys_of(store))
+    store.put("a/again", b"x")

@@ -25,6 +25,7 @@ from ...repository import Repository
 from ...storage.base import ObjectStore
 from ...storage.cache_dir import mount_of, on_network, usable_cache
 from ...storage.local import LocalStore
+from ...storage.os_errors import inodes
 from ...storage.urls import local_path, open_store
 from ...text import counted, human_bytes
 from .probes import PROBES, Unfit
@@ -32,6 +33,8 @@ from .probes import PROBES, Unfit
 LIBRARIES = ("boto3", "numpy", "lmdb", "msgspec", "xxhash", "zstandard", "torch", "safetensors")
 #: Less free space than this is a finding that fails [bytes].
 LITTLE_SPACE_BYTES = 1024**3
+#: Fewer free inodes than this are a finding that fails: a save takes about ten.
+FEW_INODES = 1000
 #: So many of the newest saves tell how fast a volume fills, if they took so long [s]; and how long before it is full a
 #: warning comes [s].
 LAST_SAVES, TELLING_S, SOON_S = 64, 3600.0, 14 * 86400.0
@@ -190,4 +193,8 @@ def _folder(folder: Path) -> list[Finding]:
     where = "over the network" if on_network(folder) else "local"
     free_bytes = shutil.disk_usage(folder).free
     space = Finding("free space", free_bytes >= LITTLE_SPACE_BYTES, human_bytes(free_bytes))
-    return [Finding("file system", None, f"{kind or 'unknown'} at {point or folder}, {where}"), space]
+    found = [Finding("file system", None, f"{kind or 'unknown'} at {point or folder}, {where}"), space]
+    if (left := inodes(folder)) is not None:
+        text = f"{left[0]:,} of {left[1]:,}; each object takes one"
+        found.append(Finding("free inodes", left[0] >= FEW_INODES, text))
+    return found

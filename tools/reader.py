@@ -37,7 +37,8 @@ KNOWN_FEATURES = {"ranks", "strides", "parameter_shapes", "xor"}
 SMALL_OBJECT, METADATA, CHUNK, INLINE, BOX_MAP = 64 << 20, 1 << 20, 64 << 20, 16 << 20, 256 << 20
 SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
-RECORD_KEY = re.compile(r"snapshots/([A-Za-z0-9][A-Za-z0-9._-]{0,127})/(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,8})")
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+RECORD_KEY = re.compile(f"snapshots/({NAME})/" + r"(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,8})")
 STATES = ("committed", "aborted", "forgotten", "swept")
 #: The run of the records that stand for damaged sessions.
 NO_RUN = "0-damaged-session"
@@ -83,6 +84,7 @@ RECORD |= {int: "step seq revision generation depth chunks new_chunks logical_by
 RECORD |= {float: "created stall_s total_s"}
 LIST: Types = {bytes: "save_id snapshot manifests", int: "revision"}
 HEADER: Types = {str: "part", list: "sections features children", bytes: "save_id snapshot packs pack_sizes box_map"}
+OPTIONAL: dict[str, type] = {"run": str, "step": int}  # of manifests and lists; early ones lack them
 HEADER |= {int: "revision rank sequence chunk_bytes digest_seed tensors chunks refs logical_bytes depth world_size"}
 
 
@@ -98,6 +100,11 @@ def typed(found: Any, types: Types) -> dict[str, Any]:
         for name in names.split():
             need(type(found.get(name)) in ((int, float) if kind is float else (kind,)), f"{name} is no {kind.__name__}")
             need(kind is not int or found[name] >= 0, f"{name} is negative")
+    if types in (HEADER, LIST):
+        for name, kind in OPTIONAL.items():
+            need(type(found.get(name, kind())) is kind, f"{name} is no {kind.__name__}")
+        need(re.fullmatch(NAME, found.get("run", "a")), "a run of no valid name")
+        need(0 <= found.get("step", 0) < 10**12, "a step out of bounds")
     return found  # type: ignore[no-any-return]
 
 

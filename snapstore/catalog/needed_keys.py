@@ -57,7 +57,7 @@ def needed_sizes(index: Index, snapshots: Sequence[Snapshot]) -> dict[str, dict[
             raise type(headers)(f"{snapshot.ref}: its size is not known: {headers}") from headers
         sizes = {ref.key: ref.size_bytes for ref in snapshot.manifests}
         if snapshot.manifest_list:  # its size follows from the number of names
-            names = ManifestList.of(snapshot.id, MadeFor(bytes(16), 0), snapshot.manifests)
+            names = ManifestList.of(snapshot.id, MadeFor(bytes(16), 0, snapshot.run, snapshot.step), snapshot.manifests)
             sizes[manifest_key(snapshot.manifest_list)] = len(records.encode(names))
         for header in headers:
             sizes.update((child.key, child.size_bytes) for child in header.children)

@@ -20,7 +20,7 @@ from ..state.tree.decode import decode_plain, unpack_nodes
 from ..text import html_table, human_bytes, some
 from ..threads import msgpack_decoder
 from . import open_maps
-from .keys import manifest_key, pack_key, record_key, sha256_names
+from .keys import NAME, manifest_key, pack_key, record_key, sha256_names
 from .open_maps import NONE_UNKNOWN, UnknownKeys
 
 VERSION = "0.1.0"
@@ -35,8 +35,10 @@ ENVELOPE = struct.Struct("<4sBBHQQ")  # magic, kind, version, zero, payload leng
 
 #: Names that become parts of keys and paths: decoding refuses a forged name before any use.
 Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+RunName = Annotated[str, msgspec.Meta(pattern=rf"\A{NAME.pattern}\Z")]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 Seed = Count  # a u64: msgpack has no larger integers
 #: The limit of numbers from which the next snapshot counts: the next number must be readable too.
 MAX_COUNTED = 2**53
@@ -79,6 +81,8 @@ class MadeFor(NamedTuple):
 
     snapshot: bytes  # (16,) its id
     revision: int
+    run: str | msgspec.UnsetType = msgspec.UNSET  # of the snapshot, and its step; a pack does not tell them
+    step: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class ManifestRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +132,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     run: str
-    step: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+    step: Step
     seq: Count
     state: str
     write_id: str
@@ -314,7 +318,7 @@ class ManifestList(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         save_id: id of the session.
-        snapshot, revision: the record that it was written for.
+        snapshot, revision, run, step: the record that it was written for.
         manifests: SHA-256 of the manifests that the record names, in its order.
     """
 
@@ -322,14 +326,14 @@ class ManifestList(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     revision: Count
     manifests: bytes
+    run: RunName | msgspec.UnsetType = msgspec.UNSET
+    step: Step | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, save_id: str, made_for: MadeFor, refs: Iterable[ManifestRef]) -> ManifestList:
         """Return the list of some manifests, written by the session `save_id`."""
         names = bytes.fromhex("".join(ref.sha256 for ref in refs))
-        return cls(
-            save_id=bytes.fromhex(save_id), snapshot=made_for.snapshot, revision=made_for.revision, manifests=names
-        )
+        return cls(save_id=bytes.fromhex(save_id), manifests=names, **made_for._asdict())
 
     @property
     def sha256s(self) -> list[str]:
@@ -339,7 +343,7 @@ class ManifestList(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def made_for(self) -> MadeFor:
         """Return the record that it was written for."""
-        return MadeFor(self.snapshot, self.revision)
+        return MadeFor(self.snapshot, self.revision, self.run, self.step)
 
     @property
     def sha256(self) -> str:

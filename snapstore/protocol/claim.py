@@ -127,7 +127,7 @@ class Claim(Putter):
         assert parsed is not None
         self.run, self.step, snapshot_id, revision = parsed
         session_id = records.new_id() if revision else snapshot_id
-        super().__init__(context, verb, session_id, MadeFor(bytes.fromhex(snapshot_id), revision))
+        super().__init__(context, verb, session_id, MadeFor(bytes.fromhex(snapshot_id), revision, self.run, self.step))
         self._substitute = substitute
         self._session_key, self._key = f"sessions/{self.id}", key
         self._announced = records.encode(this_session(self.id, key))

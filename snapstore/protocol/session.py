@@ -234,7 +234,7 @@ class SharedSession(Putter):
         others: set[str],
         watch: Callable[[], object],
     ) -> None:
-        super().__init__(context, "save", snapshot_id, MadeFor(bytes.fromhex(snapshot_id), 0))
+        super().__init__(context, "save", snapshot_id, MadeFor(bytes.fromhex(snapshot_id), 0, run, step))
         self.run, self.step, self.usable_bases, self.watch = run, step, bases, watch
         self.others, self.manifests = others, dict[str, Manifest]()
 

@@ -378,6 +378,7 @@ def contents_of(
         packs=[names[n] for n in used.tolist()],
         pack_sizes=[sizes[n] for n in used.tolist()],
         logical_bytes=layout.logical_bytes,
+        made_for=session.made_for,
         features=layout.features,
         dim_orders=layout.dim_orders,
     )

@@ -102,9 +102,9 @@ def unchanged(count, in_ranks):
 
 @pytest.mark.parametrize("in_ranks", [False, True])
 def test_a_part_costs_an_unchanged_snapshot_229_bytes_and_its_name(in_ranks):
-    """Five small parts beside the root take at most 2 KiB, or four of any size. freeze.md states these figures."""
+    """Four parts beside the root take at most 2 KiB, of any size. freeze.md states these figures."""
     sizes = {count: unchanged(count, in_ranks)[1] for count in (4, 5, 6)}
-    assert sizes[5] <= 2048 < sizes[6]
+    assert sizes[4] <= 2048 < sizes[6]
     each = 229 + len("part_name00")
     assert all(each - 2 <= sizes[count + 1] - sizes[count] <= each + 4 for count in (4, 5)), sizes
     snapshot, nbytes = unchanged(4, in_ranks)

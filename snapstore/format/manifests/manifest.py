@@ -25,7 +25,19 @@ from .. import chunking, open_maps
 from ..chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from ..keys import manifest_key, sha256_names
 from ..open_maps import NONE_UNKNOWN, UnknownKeys
-from ..records import RANKS, STRIDES, XOR, Count, MadeFor, ManifestRef, Rank, Seed, require_known_features
+from ..records import (
+    RANKS,
+    STRIDES,
+    XOR,
+    Count,
+    MadeFor,
+    ManifestRef,
+    Rank,
+    RunName,
+    Seed,
+    Step,
+    require_known_features,
+)
 from . import sections as layout
 from .chunk_table import COLUMNS, ChunkTable
 from .sections import Box as Box
@@ -46,6 +58,7 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
         children: in a root manifest: the manifests of its part, by rank. They hold the bytes of the tensors.
         box_map: in a root, a packed `BoxMap` of the children's boxes; in a child, of its own boxes. b"": there is none.
         depth: the most deltas in a chain, here or in a child.
+        run, step: of the snapshot that it was written for; unset: an early writer has not told them.
         packs, pack_sizes: the SHA-256 of each pack (32 bytes each), and its size in bytes (u64 each).
         unknown: the keys that this release does not know; see open_maps.py.
     """
@@ -70,12 +83,14 @@ class ManifestHeader(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Count = 0
     children: list[ManifestRef] = []
     box_map: bytes = b""
+    run: RunName | msgspec.UnsetType = msgspec.UNSET
+    step: Step | msgspec.UnsetType = msgspec.UNSET
     unknown: UnknownKeys = NONE_UNKNOWN
 
     @property
     def made_for(self) -> MadeFor:
         """Return the record that the manifest was written for."""
-        return MadeFor(self.snapshot, self.revision)
+        return MadeFor(self.snapshot, self.revision, self.run, self.step)
 
     @property
     def pack_names(self) -> list[str]:
@@ -137,7 +152,7 @@ class Manifest:
             return False
         headers = [self.header, other.header]
         packs = [dict(zip(header.pack_names, header.pack_size_list, strict=True)) for header in headers]
-        of_writer = {"save_id": b"", "snapshot": b"", "revision": 0, "sequence": 0}
+        of_writer: dict[str, Any] = {"save_id": b"", "sequence": 0, **MadeFor(b"", 0)._asdict()}
         places: dict[str, Any] = {"packs": b"", "pack_sizes": b"", "sections": []}  # packs may differ in their order
         alike = [msgspec.structs.replace(header, **of_writer, **places) for header in headers]
         if alike[0] != alike[1] or packs[0] != packs[1] or self.header.unknown or self.unknown or other.unknown:
@@ -214,7 +229,7 @@ class ManifestContents:
 def encode(contents: ManifestContents) -> bytes:
     """Return a manifest's bytes."""
     c, table = contents, contents.table
-    snapshot, revision = c.made_for or MadeFor(c.save_id, 0)
+    made_for = c.made_for or MadeFor(c.save_id, 0)
     sections, body = layout.encode_sections(
         {
             "tree": msgspec.msgpack.encode(c.tree),
@@ -228,8 +243,7 @@ def encode(contents: ManifestContents) -> bytes:
     header = ManifestHeader(
         **{name: getattr(c, name) for name in _SAME if name != "features"},
         features=_features_of(c),
-        snapshot=snapshot,
-        revision=revision,
+        **made_for._asdict(),
         tensors=len(c.tensors),
         chunks=len(table),
         refs=len(table.ref_kinds),

@@ -11,6 +11,8 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
+import pytest
+
 from kit.actors import Actor, run_randomly
 from kit.faults import FaultStore
 from kit.objects import clone
@@ -19,6 +21,7 @@ from kit.samples import SEED
 from kit.tally import EXAMPLES, tally
 from snapstore import ConflictError, InvalidInputError, KeepLast, NotFoundError
 from snapstore.protocol.gc import GcResult
+from snapstore.save import upkeep
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
 
@@ -44,6 +47,24 @@ def collecting(fence_after_s: float = 3600.0) -> Body:
     def body(store: ObjectStore) -> Any:
         with opened(store) as repository:
             return repository.gc(fence_after_s=fence_after_s)
+
+    return body
+
+
+def keeping_one(bounded: bool = False) -> Body:
+    """Do what follows a save of run a under KeepLast(1); `bounded`: forget and sweep one snapshot, then another."""
+
+    def body(store: ObjectStore) -> Any:
+        with opened(store) as repository:
+            context, at_once = repository.context, upkeep.AT_ONCE
+            context.index.refresh("a")  # as the save before it does
+            kept = upkeep.Upkeep(context, "a", lambda: False, set)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(upkeep, "AT_ONCE", 1 if bounded else at_once)
+                for _ in range(2 if bounded else 1):
+                    kept.retain([KeepLast(1)])
+            if kept.error is not None:
+                raise kept.error
 
     return body
 

@@ -25,9 +25,11 @@ from kit.schedules import (
     Stage,
     collecting,
     forgetting,
+    keeping_one,
     played,
     saving,
     several,
+    tagging,
     unforgetting,
 )
 from kit.tally import tally
@@ -64,6 +66,7 @@ def test_random_schedules(first, actors):
             "N": several(saving("n", 0, random.choice((2, 50)))),  # shares chunks with a@2 or b@0
             "G": several(gc, gc),
             "H": several(gc),
+            "K": several(keeping_one(random.random() < 0.5)),
         }
 
     for store, about in played(history(), cast, actors, range(first, min(first + PER_TEST, SCHEDULES))):
@@ -245,6 +248,35 @@ def test_a_first_save_begins_in_a_gc(actors):
                 break
         if "G" not in stopped:
             break
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("others", ["save", "fork", "unforget", "gc", "unforget, gc", "fork, gc", "tag, gc"])
+def test_the_upkeep_of_a_save_beside_others(others, bounded, actors):
+    """K stops after any step between its look, its forgets, its mark and its sweep; the others run whole."""
+    bodies = {
+        "save": saving("a", 3, 3), "fork": saving("b", 1, 51, parent="a@0"), "unforget": unforgetting("a@1"),
+        "gc": collecting(), "tag": tagging("a@0", "kept"),
+    }  # fmt: skip
+    alone = Actor("K", clone(history()), keeping_one(bounded))
+    total = 0
+    while not alone.ended:
+        step(alone)
+        total += 1
+    for taken in range(total) if THOROUGH else sorted(Random(f"{SEED} {others}").sample(range(total), 8)):
+        stage = Stage(history(), actors)
+        keeper = stage.enter("K", keeping_one(bounded))
+        for _ in range(taken):
+            step(keeper)
+        for name in others.split(", "):
+            stage.enter(name, several(bodies[name])).finish()
+        keeper.finish()
+        assert keeper.error is None, (others, taken)
+        refs = stage.check().keys()
+        assert {"b@0", "a@3" if "save" in others else "a@2"} <= refs, (others, taken)
+        assert "a@0" not in refs or "tag" in others, (others, taken)
+        actors.clear()
 
 
 # --- schedules of the models' counter-examples -----------------------------------------------------------------------

@@ -7,6 +7,7 @@ the protocol print when one of its rules is dropped, each driven by hand.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from itertools import count, permutations
 from random import Random
@@ -33,7 +34,7 @@ from kit.schedules import (
     unforgetting,
 )
 from kit.tally import tally
-from snapstore import ConflictError, IntegrityError, KeepLast, NotFoundError, StorageError
+from snapstore import ConflictError, IntegrityError, InvalidInputError, KeepLast, NotFoundError, StorageError
 from snapstore.format.blobs import pack
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.memory import MemoryStore
@@ -252,13 +253,16 @@ def test_a_first_save_begins_in_a_gc(actors):
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize("bounded", [False, True])
-@pytest.mark.parametrize("others", ["save", "fork", "unforget", "gc", "unforget, gc", "fork, gc", "tag, gc"])
+@pytest.mark.parametrize("others", ["save", "same", "unforget", "gc", "unforget, gc", "same, gc", "tag, gc"])
 def test_the_upkeep_of_a_save_beside_others(others, bounded, actors):
     """K stops after any step between its look, its forgets, its mark and its sweep; the others run whole."""
     bodies = {
-        "save": saving("a", 3, 3), "fork": saving("b", 1, 51, parent="a@0"), "unforget": unforgetting("a@1"),
-        "gc": collecting(), "tag": tagging("a@0", "kept"),
-    }  # fmt: skip
+        "save": saving("a", 3, 3),
+        "same": saving("a", 3, 0, parent="a@0"),  # needs the bytes of a@0, which K forgets
+        "unforget": unforgetting("a@1"),
+        "gc": collecting(),
+        "tag": tagging("a@0", "kept"),
+    }
     alone = Actor("K", clone(history()), keeping_one(bounded))
     total = 0
     while not alone.ended:
@@ -269,12 +273,15 @@ def test_the_upkeep_of_a_save_beside_others(others, bounded, actors):
         keeper = stage.enter("K", keeping_one(bounded))
         for _ in range(taken):
             step(keeper)
+        made = set()
         for name in others.split(", "):
-            stage.enter(name, several(bodies[name])).finish()
+            with suppress(ConflictError, NotFoundError, InvalidInputError):
+                stage.enter(name, bodies[name]).finish()
+                made.add(name)
         keeper.finish()
         assert keeper.error is None, (others, taken)
         refs = stage.check().keys()
-        assert {"b@0", "a@3" if "save" in others else "a@2"} <= refs, (others, taken)
+        assert {"b@0", "a@3" if made & {"save", "same"} else "a@2"} <= refs, (others, taken)
         assert "a@0" not in refs or "tag" in others, (others, taken)
         actors.clear()
 

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.page import ROOT, Row, publish, row
-from snapstore import KeepBytes, KeepLast, Repository, SnapshotManager
+from snapstore import KeepBytes, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.format import records
 from snapstore.format.blobs import pack
 from snapstore.format.blobs.blob import ALIGNMENT
@@ -261,6 +261,30 @@ def saves_after(folder: Path, count: int) -> list[Row]:
     return rows
 
 
+def first_policy(folder: Path, count: int) -> list[Row]:
+    """Return the CPU time of the first policy on a run of real small saves, until it holds; and of half as many."""
+    took_s = []
+    for kept in (count // 2, count):
+        place = folder / f"policy-{kept}"
+        with Repository.create(place, options=SaveOptions(threads=1)) as repository:
+            for step in range(kept):
+                repository.save({"w": np.arange(64) + step}, run="mine", step=step)
+
+        def begin(_: int, place: Path = place, kept: int = kept) -> None:
+            with SnapshotManager(place, run="mine", keep=KeepLast(3), async_save=False) as manager:
+                save_next(manager, kept, 0)
+
+        took_s.append(cpu_ms(begin, 1) / 1000)
+        with Repository.open(place) as repository:
+            assert len(repository.snapshots("mine")) == 3, "the policy holds"
+    name, ratio = f"first KeepLast(3) on {count:,} kept snapshots", took_s[1] / took_s[0]
+    goal_s = 10 * count / 5000
+    return [
+        row(name, took_s[1], "s of CPU", f"<= {goal_s:g}", took_s[1] <= goal_s),
+        row(f"{name}, over that on half as many", ratio, "times", "<= 2.2", ratio <= 2.2),
+    ]
+
+
 def figures(folder: Path, snapshots: int, shared: int) -> list[Row]:
     """Return all rows."""
     help_s = seconds(lambda: subprocess.run([PROGRAM, "--help"], check=True, capture_output=True))
@@ -285,12 +309,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tenth of the snapshots; nothing is written to docs/")
     parser.add_argument("--report", action="store_true", help="only a report of many snapshots; docs/ stays as it is")
     parser.add_argument("--saves", action="store_true", help="only saves beside many records; docs/ stays as it is")
+    parser.add_argument("--policy", type=int, metavar="N", help="only the first policy on N snapshots; no docs/")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=ROOT))
     began = time.time()
     os.environ["SNAPSTORE_CACHE_DIR"] = str(folder / "cache")  # a cold one, and none of the user's
     try:
-        if args.saves:
+        if args.policy:
+            rows = first_policy(folder, args.policy)
+        elif args.saves:
             counts = (100, 1000, 5000)
             rows = [one for count in counts for one in saves_beside(folder / str(count), count)]
             rows += [one for count in counts for one in saves_after(folder / f"after-{count}", count)]
@@ -300,4 +327,5 @@ def main() -> None:
             rows = figures(folder, 100 if args.quick else 1000, 1000)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    publish("scale", rows, began, ("numpy", "lmdb", "msgspec"), quick=args.quick or args.saves or args.report)
+    is_part = args.quick or args.saves or args.report or bool(args.policy)
+    publish("scale", rows, began, ("numpy", "lmdb", "msgspec"), quick=is_part)

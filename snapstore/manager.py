@@ -62,7 +62,8 @@ class SnapshotManager(Steps):
             fork. It has no effect once the run has a snapshot.
         save_interval_steps: `should_save` is True at multiples of this.
         keep: a retention policy, or several, ORed. After each commit, the thread that saves forgets all other snapshots
-            and runs gc; at most 256 at once, and `close` does what is left. The policies are stored, so that `snapstore forget --run` knows them.
+            and runs gc: at most 256 of them, and `close` does what is left. The policies are stored, so that
+            `snapstore forget --run` knows them.
         mirror: a second repository, usually on S3: each commit is copied there from the first one, in the background.
             It is made if there is none. A new first repository takes the digest seed and chunk size of the mirror. A
             step that only the mirror has is copied back when it is restored.

@@ -253,20 +253,23 @@ class _Gc:
         return (doomed - later) or doomed  # else snapshots of equal content would stay for ever
 
     def _sweep(self, mark: Mark) -> bool:
-        """Complete a mark; return False if it must wait."""
+        """Complete a mark; return False if it must wait, or if the bound has left something of it.
+
+        Then the mark stays: another gc may be deleting what was left, and no save builds on that while the mark stands.
+        """
         store, waited = self.context.store, _wait_list(self.store, mark).sessions
         left = self._still_running(sorted(set(waited).intersection(listed_sessions(store)))) if waited else []
         if left:
             self.result.waiting_for.extend(left)
             return False
 
-        def decide() -> tuple[set[str], dict[str, int]]:  # called again if an unforget revised a record first
+        def decide() -> tuple[set[str], dict[str, int], bool]:  # called again if an unforget revised a record first
             view, unneeded, sizes = self._candidates(list_twice=True)
-            doomed = self._bounded(view, mark.keys() & unneeded)
+            doomed = self._bounded(view, of_mark := mark.keys() & unneeded)
             _write_swept(self.context, view, doomed)
-            return doomed, sizes
+            return doomed, sizes, doomed == of_mark
 
-        doomed, sizes = retry_conflicts(decide, lambda error: hidden_revision(store, error))
+        doomed, sizes, is_whole = retry_conflicts(decide, lambda error: hidden_revision(store, error))
         try:
             store.stat(records.key_of(mark))
         except NotFoundError:
@@ -279,6 +282,8 @@ class _Gc:
         self.result.deleted_objects += len(doomed)
         self.result.deleted_bytes += deleted_bytes
         self.result.stored_bytes -= deleted_bytes
+        if not is_whole:
+            return False
         store.delete([records.key_of(mark)])
         store.delete([f"gc/{mark.id}.wait"])
         done = Done(id=mark.id, deleted_objects=len(doomed), deleted_bytes=deleted_bytes)

@@ -396,9 +396,13 @@ class SnapshotManager(Steps):
     def _retain_rest(self) -> None:
         """Begin to forget and sweep what the saves have left, in the background; none of them runs."""
         with self._background.holding_slot(None) as slot:
-            if slot.is_held and self._upkeep.is_left and not self._stops_upkeep():
+            if slot.is_held and self._upkeep.is_left and not self._stops_upkeep() and os.getpid() == self._pid:
                 log.info("run=%s forgets what the saves have left", self.run)
-                self._background.start(partial(self._upkeep.retain, self.keep, bounded=False), slot)
+                self._background.prepares = False
+                try:
+                    self._background.start(partial(self._upkeep.retain, self.keep, bounded=False), slot)
+                except CapabilityError as error:  # it costs only space, and the next manager's saves go on
+                    log.warning("run=%s what the saves have left to forget stays: %s", self.run, error)
 
     def _stops_upkeep(self) -> bool:
         """Return whether to forget and delete no more: it would delay the last save, or `close(timeout=)`."""

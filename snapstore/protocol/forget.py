@@ -7,7 +7,7 @@ them. Pure functions in `retention` decide what a policy keeps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .. import retention
@@ -62,10 +62,12 @@ class Bounds:
     Attributes:
         held: ids of snapshots that are not mirrored yet: the oldest HELD_AT_MOST of them stay.
         most: forget at most so many, the oldest first; None: all.
+        stops: whether to forget no more.
     """
 
     held: Container[str] = ()
     most: int | None = None
+    stops: Callable[[], bool] = lambda: False
 
 
 def forget(
@@ -113,7 +115,7 @@ def forget(
         ("superseded by a later save of its step", [s for s in going if s.id in superseded]),
         ("kept by no policy", [s for s in going if s.id not in superseded]),
     ):
-        forgotten += revisions.forget(context, group, policy=policy, reason=reason)
+        forgotten += revisions.forget(context, group, policy=policy, reason=reason, stops=bounds.stops)
     return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq), unknown=view.unknown(run), left=left)
 
 

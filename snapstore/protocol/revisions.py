@@ -136,8 +136,18 @@ def same_content(now: Snapshot | None, before: Snapshot) -> bool:
     return records.encode(copy) == records.encode(before)  # in bytes a NaN equals itself
 
 
-def forget(context: Context, chosen: Sequence[Snapshot], *, policy: str, reason: str) -> list[Snapshot]:
+def forget(
+    context: Context,
+    chosen: Sequence[Snapshot],
+    *,
+    policy: str,
+    reason: str,
+    stops: Callable[[], bool] = lambda: False,
+) -> list[Snapshot]:
     """Forget snapshots, except those tagged or revised to another state meanwhile.
+
+    Args:
+        stops: whether to forget no more; it is asked before each.
 
     Returns:
         The new revisions.
@@ -145,7 +155,7 @@ def forget(context: Context, chosen: Sequence[Snapshot], *, policy: str, reason:
     Raises:
         StorageError: the store failed, or has a revision that no listing shows.
     """
-    done = at_once(lambda s: _forget_one(context, s, policy, reason), chosen)
+    done = at_once(lambda s: None if stops() else _forget_one(context, s, policy, reason), chosen)
     return [snapshot for snapshot in done if snapshot is not None]
 
 

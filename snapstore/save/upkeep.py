@@ -65,7 +65,7 @@ class Upkeep:
             is_likely = not any(isinstance(policy, retention.KeepBytes) for policy in keep)
             look = Look.at(context) if is_likely else None
             view = look.view if look is not None else None
-            done = forget(context, keep, run=self._run, view=view, bounds=Bounds(held, most))
+            done = forget(context, keep, run=self._run, view=view, bounds=Bounds(held, most, self._stops))
             left = done.left
             if done.forgotten or self.is_left:
                 look = look.with_revisions(done.forgotten) if look is not None else None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+import threading
+import time
 from contextlib import ExitStack
 from dataclasses import fields
 
@@ -17,6 +19,7 @@ from kit.costs import Costs, CountedStore, counted
 from kit.objects import clone
 from kit.repositories import check_clean, opened, save, values
 from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager
+from snapstore.protocol import revisions
 from snapstore.save import upkeep
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -222,6 +225,70 @@ def test_what_a_save_has_left_is_done_by_later_saves(few_at_once):
             found.save(step, values("a", step))
         assert not found._upkeep.is_left
         assert found.all_steps() == [21, 22, 23]
+
+
+def left_to_close(store):
+    """Return a manager whose saves have left something, and that store."""
+    with Repository.create(store, options=OPTIONS) as repository:
+        fill(repository, "a", 40)
+    found = manager(store, keep=KeepLast(3))
+    found.save(40, values("a", 40))
+    assert found._upkeep.is_left
+    return found
+
+
+def forgotten_of(store):
+    with opened(store) as repository:
+        return len(repository.view().snapshots("a", ("forgotten", "swept")))
+
+
+def test_close_with_a_timeout_forgets_no_more_after_it(few_at_once, monkeypatch):
+    """It used to raise TimeoutError after the first store that takes long for each of thousands of records."""
+    store = MemoryStore("memory://long")
+    found = left_to_close(store)
+    put = store.put
+
+    def slow_put(key, data):
+        if key.startswith("snapshots/"):
+            time.sleep(0.7)
+        put(key, data)
+
+    monkeypatch.setattr(store, "put", slow_put)
+    monkeypatch.setattr(revisions, "REVISIONS_AT_ONCE", 1)
+    found.close(timeout=1)
+    monkeypatch.undo()
+    assert 8 < forgotten_of(store) < 38
+    with manager(store, keep=KeepLast(3)) as found:
+        found.save(41, values("a", 41))
+    assert forgotten_of(store) == 39
+    check_clean(store)
+
+
+def test_close_ends_if_no_thread_can_be_started(few_at_once, monkeypatch, caplog):
+    store = MemoryStore("memory://long")
+    found = left_to_close(store)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    found.close()
+    monkeypatch.undo()
+    assert found._closed
+    assert "what the saves have left to forget stays" in caplog.text
+    assert forgotten_of(store) == 8
+
+
+def test_close_forgets_nothing_in_a_forked_child(few_at_once):
+    store = MemoryStore("memory://long")
+    found = left_to_close(store)
+    pid, found._pid = found._pid, -1  # as in a child
+    found._retain_rest()
+    found._background.join()
+    assert forgotten_of(store) == 8
+    found._pid = pid
+    found.close()
+    assert forgotten_of(store) == 38
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])

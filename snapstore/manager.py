@@ -400,7 +400,8 @@ class SnapshotManager(Steps):
                 log.info("run=%s forgets what the saves have left", self.run)
                 self._background.prepares = False
                 try:
-                    self._background.start(partial(self._upkeep.retain, self.keep, bounded=False), slot)
+                    work = partial(self._upkeep.retain, self.keep, bounded=False)
+                    self._background.start(partial(self._retrying.upkeep, work), slot)
                 except CapabilityError as error:  # it costs only space, and the next manager's saves go on
                     log.warning("run=%s what the saves have left to forget stays: %s", self.run, error)
 

@@ -23,6 +23,7 @@ from snapstore.protocol import revisions
 from snapstore.save import upkeep
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
+from snapstore.threads import current_watch
 
 OPTIONS = SaveOptions(threads=1, share_runs=False)
 #: The length of the history, and twice that.
@@ -227,12 +228,13 @@ def test_what_a_save_has_left_is_done_by_later_saves(few_at_once):
         assert found.all_steps() == [21, 22, 23]
 
 
-def left_to_close(store):
-    """Return a manager whose saves have left something, and that store."""
+def left_to_close(store, **options):
+    """Return a manager whose saves have left something."""
     with Repository.create(store, options=OPTIONS) as repository:
         fill(repository, "a", 40)
-    found = manager(store, keep=KeepLast(3))
+    found = manager(store, keep=KeepLast(3), **options)
     found.save(40, values("a", 40))
+    found.wait_until_finished()
     assert found._upkeep.is_left
     return found
 
@@ -277,6 +279,13 @@ def test_close_ends_if_no_thread_can_be_started(few_at_once, monkeypatch, caplog
     assert found._closed
     assert "what the saves have left to forget stays" in caplog.text
     assert forgotten_of(store) == 8
+
+
+def test_close_waits_for_a_silent_store_no_longer_than_a_save(few_at_once, monkeypatch):
+    watches = []
+    with left_to_close(MemoryStore("memory://long"), on_error="warn") as found:
+        monkeypatch.setattr(found._upkeep, "retain", lambda *args, **options: watches.append(current_watch()))
+    assert watches == [found._retrying._require_answer]
 
 
 def test_close_forgets_nothing_in_a_forked_child(few_at_once):

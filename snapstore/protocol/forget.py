@@ -119,19 +119,18 @@ def forget(
     return ForgetResult(kept, sorted(forgotten, key=lambda s: s.seq), unknown=view.unknown(run), left=left)
 
 
-def would_forget(context: Context, keep: Sequence[retention.Policy], run: str, held: Container[str] = ()) -> bool:
-    """Return whether `forget` may find something to do, by what this process knows of the run; it lists nothing.
+def may_forget(context: Context, keep: Sequence[retention.Policy], run: str) -> list[Snapshot] | None:
+    """Return what `forget` may forget, by what this process knows of the run; it lists nothing.
 
-    A snapshot that another process has saved since is left to the next look.
+    A snapshot that another process has saved since is left to the next look. None: only `forget` finds out.
     """
     if any(isinstance(policy, retention.KeepBytes) for policy in keep):
-        return True
+        return None
     try:
         decisions = retention.apply(keep, context.index.known(run).snapshots(run))
     except InvalidInputError:  # the policies would keep nothing, which `forget` reports
-        return True
-    going = [d.snapshot for d in decisions if not d.reasons]
-    return sum(s.id in held for s in going) > HELD_AT_MOST or any(s.id not in held for s in going)
+        return None
+    return [d.snapshot for d in decisions if not d.reasons]
 
 
 def needs_of(context: Context, snapshots: Sequence[Snapshot], view: View) -> retention.Needs:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Container, Sequence
 from .. import retention
 from ..context import Context
 from ..errors import IntegrityError, SnapstoreError
-from ..protocol.forget import Bounds, forget, would_forget
+from ..format.records import Snapshot
+from ..protocol.forget import HELD_AT_MOST, Bounds, forget, may_forget
 from ..protocol.gc import Look, collect
 from ..protocol.same_repository import confirmed
 from ..text import log
@@ -38,6 +39,7 @@ class Upkeep:
         self._context, self._run, self._stops, self._held = context, run, stops, held
         self.error: BaseException | None = None
         self.is_left = False
+        self._staying = set[str]()  # the keys of records that the last look has left, because they are damaged or gone
 
     def retain(self, keep: Sequence[retention.Policy], *, bounded: bool = True) -> None:
         """Forget by the policies, then run gc. A failure costs only space, so it is logged: the next save tries again.
@@ -59,11 +61,11 @@ class Upkeep:
     def _forget_and_collect(self, keep: Sequence[retention.Policy], most: int | None) -> None:
         context, held = self._context, self._held()
         with confirmed(context), context.index.one_write():
-            if not (self.is_left or would_forget(context, keep, self._run, held)):
+            going = may_forget(context, keep, self._run)
+            if not (self.is_left or going is None or self._is_likely(going, held)):
                 return
-            # `KeepBytes` keeps all that it does on most saves: no gc follows, so it does not list objects first
-            is_likely = not any(isinstance(policy, retention.KeepBytes) for policy in keep)
-            look = Look.at(context) if is_likely else None
+            # None: on most saves nothing goes, and no gc follows, so do not list objects first
+            look = Look.at(context) if going is not None else None
             view = look.view if look is not None else None
             done = forget(context, keep, run=self._run, view=view, bounds=Bounds(held, most, self._stops))
             left = done.left
@@ -71,3 +73,10 @@ class Upkeep:
                 look = look.with_revisions(done.forgotten) if look is not None else None
                 left += collect(context, stops=self._stops, look=look, most=most).left
             self.is_left = left > 0
+            gone = {snapshot.id for snapshot in done.forgotten}
+            self._staying = {s.key for s in going or () if not done.left and s.id not in gone and s.id not in held}
+
+    def _is_likely(self, going: Sequence[Snapshot], held: Container[str]) -> bool:
+        """Return whether something of `going` is likely to be forgotten."""
+        new = [s.id in held for s in going if s.key not in self._staying]
+        return sum(new) > HELD_AT_MOST or not all(new)

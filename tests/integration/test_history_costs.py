@@ -244,6 +244,30 @@ def forgotten_of(store):
         return len(repository.view().snapshots("a", ("forgotten", "swept")))
 
 
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_a_snapshot_that_stays_as_it_is_damaged_costs_one_look(what):
+    """Each save used to list all objects and all records, for a snapshot that no policy keeps and that must stay."""
+    store = CountedStore(MemoryStore("memory://damaged"))
+    with Repository.create(store.inner, options=OPTIONS) as repository:
+        fill(repository, "a", 4)
+        fill(repository, "other", 2)
+    with manager(store, keep=KeepLast(100)) as found:
+        found.save(4, values("a", 4))
+        stays = found.repository.snapshot("a@1")
+        if what == "damaged":
+            found.repository.context.index.marks.add(stays, "a test says so")
+        else:
+            store.inner.delete([stays.key])
+        found.save(1, values("a", 1))
+        before = len(store.log)
+        found.save(5, values("a", 5))
+        found.save(6, values("a", 6))
+        assert not {("list", "packs/"), ("list", "snapshots/")} & {*store.log[before:]}
+        found.save(6, values("a", 7))
+        assert [s.step for s in found.repository.view("a").snapshots("a", ("forgotten", "swept"))] == [6]
+        found._upkeep.error = None  # a gc refuses to act on a listing that lacks a record
+
+
 def test_close_with_a_timeout_forgets_no_more_after_it(few_at_once, monkeypatch):
     """It used to raise TimeoutError after the first store that takes long for each of thousands of records."""
     store = MemoryStore("memory://long")

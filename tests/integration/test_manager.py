@@ -1020,7 +1020,7 @@ def test_ctrl_c_behind_any_call_of_save(async_save):
 def test_exceptions_that_end_the_program_end_it_in_retention_too(tmp_path, monkeypatch):
     """A SIGTERM handler calls sys.exit, or Ctrl-C arrives, while a synchronous save forgets."""
     with manager(tmp_path / "repo", async_save=False, keep=[KeepLast(1)]) as snapshots:
-        monkeypatch.setattr("snapstore.save.upkeep.would_forget", lambda *a, **k: sys.exit(3))
+        monkeypatch.setattr("snapstore.save.upkeep.may_forget", lambda *a, **k: sys.exit(3))
         with pytest.raises(SystemExit):
             snapshots.save(1, big(1))
         assert snapshots.all_steps() == [1]
@@ -1319,7 +1319,7 @@ def test_a_forced_save_waits_where_others_are_skipped():
 def test_an_error_in_retention_is_raised_at_the_next_call(tmp_path, monkeypatch):
     with SnapshotManager(tmp_path / "repo", run="a", keep=[KeepLast(1)], options=OPTIONS) as manager:
         monkeypatch.setattr(
-            "snapstore.save.upkeep.would_forget", lambda *a, **k: (_ for _ in ()).throw(MemoryError("none left"))
+            "snapstore.save.upkeep.may_forget", lambda *a, **k: (_ for _ in ()).throw(MemoryError("none left"))
         )
         manager.save(1, {"w": np.zeros(500)})
         with pytest.raises(MemoryError):

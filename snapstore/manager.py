@@ -453,7 +453,11 @@ class SnapshotManager(Steps):
         ended = self._background.join(timeout)
         if ended and error is None and self._upkeep.is_left:
             self._retain_rest()
-            ended = self._background.join(None if end is None else max(0.0, end - time.monotonic()))
+            try:
+                ended = self._background.join(None if end is None else max(0.0, end - time.monotonic()))
+            except BaseException:  # Ctrl-C: the interpreter's exit waits for the thread
+                self._background.is_given_up = True
+                raise
         if not ended:
             self._background.is_given_up = True
             if self._running is not None:

@@ -305,6 +305,32 @@ def test_close_ends_if_no_thread_can_be_started(few_at_once, monkeypatch, caplog
     assert forgotten_of(store) == 8
 
 
+def test_ctrl_c_in_close_ends_what_the_saves_have_left(few_at_once, monkeypatch):
+    """The interpreter's exit used to wait until all of it was forgotten and swept."""
+    store = MemoryStore("memory://long")
+    found = left_to_close(store)
+    put, goes_on, join = store.put, threading.Event(), found._background.join
+
+    def slow_put(key, data):
+        assert goes_on.wait(60)
+        put(key, data)
+
+    def interrupted(timeout=None):
+        if found._background.is_busy():
+            raise KeyboardInterrupt
+        return join(timeout)
+
+    monkeypatch.setattr(store, "put", slow_put)
+    monkeypatch.setattr(revisions, "REVISIONS_AT_ONCE", 1)
+    monkeypatch.setattr(found._background, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        found.close()
+    goes_on.set()
+    monkeypatch.undo()
+    found.close()
+    assert forgotten_of(store) <= 9
+
+
 def test_close_waits_for_a_silent_store_no_longer_than_a_save(few_at_once, monkeypatch):
     watches = []
     with left_to_close(MemoryStore("memory://long"), on_error="warn") as found:

@@ -393,18 +393,6 @@ class SnapshotManager(Steps):
         if in_background:
             self._background.take_memory(self._staging.prepare_next)
 
-    def _retain_rest(self) -> None:
-        """Begin to forget and sweep what the saves have left, in the background; none of them runs."""
-        with self._background.holding_slot(None) as slot:
-            if slot.is_held and self._upkeep.is_left and not self._stops_upkeep() and os.getpid() == self._pid:
-                log.info("run=%s forgets what the saves have left", self.run)
-                self._background.prepares = False
-                try:
-                    work = partial(self._upkeep.retain, self.keep, bounded=False)
-                    self._background.start(partial(self._retrying.upkeep, work), slot)
-                except CapabilityError as error:  # it costs only space, and the next manager's saves go on
-                    log.warning("run=%s what the saves have left to forget stays: %s", self.run, error)
-
     def _stops_upkeep(self) -> bool:
         """Return whether to forget and delete no more: it would delay the last save, or `close(timeout=)`."""
         return self._background.is_given_up or (self._preemption is not None and self._preemption.is_told)
@@ -452,7 +440,7 @@ class SnapshotManager(Steps):
         end = None if timeout is None else time.monotonic() + timeout
         ended = self._background.join(timeout)
         if ended and error is None and self._upkeep.is_left:
-            self._retain_rest()
+            self._upkeep.begin_rest(self.keep, self._background, self._retrying)
             try:
                 ended = self._background.join(None if end is None else max(0.0, end - time.monotonic()))
             except BaseException:  # Ctrl-C: the interpreter's exit waits for the thread

@@ -6,16 +6,20 @@ that follow; the next save goes on, and `close` does what is left.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 
 from .. import retention
 from ..context import Context
-from ..errors import IntegrityError, SnapstoreError
+from ..errors import CapabilityError, IntegrityError, SnapstoreError
 from ..format.records import Snapshot
 from ..protocol.forget import HELD_AT_MOST, Bounds, forget, may_forget
 from ..protocol.gc import Look, collect
 from ..protocol.same_repository import confirmed
 from ..text import log
+from .background import Background
+from .retrying import Retrying
 
 #: A save forgets at most so many snapshots, and sweeps as many.
 AT_ONCE = 256
@@ -38,7 +42,7 @@ class Upkeep:
     ) -> None:
         self._context, self._run, self._stops, self._held = context, run, stops, held
         self.error: BaseException | None = None
-        self.is_left = False
+        self.is_left, self._pid = False, os.getpid()
         self._staying = set[str]()  # the keys of records that the last look has left, because they are damaged or gone
 
     def retain(self, keep: Sequence[retention.Policy], *, bounded: bool = True) -> None:
@@ -57,6 +61,18 @@ class Upkeep:
                 return
             log.error("run=%s nothing is forgotten or deleted until this is repaired: %s", self._run, error)
             self.error = error
+
+    def begin_rest(self, keep: Sequence[retention.Policy], background: Background, retrying: Retrying) -> None:
+        """Begin to forget and sweep what the saves have left, in the background; none of them runs."""
+        with background.holding_slot(None) as slot:
+            if slot.is_held and self.is_left and not self._stops() and os.getpid() == self._pid:
+                log.info("run=%s forgets what the saves have left", self._run)
+                background.prepares = False
+                work = partial(self.retain, keep, bounded=False)
+                try:
+                    background.start(partial(retrying.upkeep, work), slot)
+                except CapabilityError as error:  # it costs only space, and the next manager's saves go on
+                    log.warning("run=%s what the saves have left to forget stays: %s", self._run, error)
 
     def _forget_and_collect(self, keep: Sequence[retention.Policy], most: int | None) -> None:
         context, held = self._context, self._held()

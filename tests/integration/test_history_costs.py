@@ -7,6 +7,7 @@ other runs, fails here.
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import threading
 import time
@@ -341,11 +342,11 @@ def test_close_waits_for_a_silent_store_no_longer_than_a_save(few_at_once, monke
 def test_close_forgets_nothing_in_a_forked_child(few_at_once):
     store = MemoryStore("memory://long")
     found = left_to_close(store)
-    pid, found._pid = found._pid, -1  # as in a child
-    found._retain_rest()
+    found._upkeep._pid = -1  # as in a child
+    found._upkeep.begin_rest(found.keep, found._background, found._retrying)
     found._background.join()
     assert forgotten_of(store) == 8
-    found._pid = pid
+    found._upkeep._pid = os.getpid()
     found.close()
     assert forgotten_of(store) == 38
 

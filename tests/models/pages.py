@@ -104,6 +104,7 @@ def _copy(number: int) -> Claim:
 
 #: For joiners beside sessions, and with volumes; a gc that no cache misleads all the time.
 ASKS, HOLDS, GC = Join(asks=True), Join(volumes=True, single=False), Gc(may_be_blind=False)
+FENCES = GC._replace(at="sessions", mark=frozenset("b"))
 SWEEPS = GC._replace(again=True, mark=frozenset("b"))
 MARKED = frozenset([frozenset("b")])
 #: Scenes of at most a few seconds.
@@ -111,12 +112,18 @@ SHORT = {
     "user, gc, joiner": _state(Users(), Revise(), Gc(), Join()),
     "user, gc, joiner of two rounds, no lie": _state(Users(), Revise(), Gc(), Join(rounds=2), lies=0),
     "save, gc, joiner": _state(Save(), Gc(), ASKS),
+    "save, gc that has marked, joiner": _state(
+        Save(), FENCES, ASKS._replace(single=False), loose=(B, FORGOTTEN), marks=MARKED
+    ),
     "save, gc, joiner of two rounds, no lie": _state(Save(), Gc(), ASKS._replace(rounds=2), lies=0),
     "rewrite, gc, joiner": _state(Claim(), Gc(), ASKS),
     "copy, gc, joiner": _state(_copy(1), Gc(), ASKS),
     "copy of a swept one, gc, joiner": _void(Claim("copy", "B", "r", 3, True), Gc(), ASKS),
     "two copies, joiner": _state(_copy(1), _copy(2), ASKS._replace(rounds=2)),
     "tag, policy, joiner": _tags(Tag(), Revise("policy", "C", "committed", "forgotten", True), Join(rounds=2)),
+    "untag, taker of a tag, joiner": _tags(
+        Revise("untag", "A", "committed", "committed", untags=True), Tag(), Join(rounds=2)
+    )._replace(has_tags=False),
     "damage, two un-forgets, joiner": _forgotten(Damage(), Mend(), Revise(), Revise("V"), Join(volumes=True), lies=0),
     "no damage, repair, user, gc, joiner": _forgotten(Mend(), Revise(), GC, HOLDS),
 }
@@ -124,6 +131,7 @@ SHORT = {
 LONG = {
     "save, user, gc, joiner": _state(Users(), Save(), Gc(), ASKS),
     "save, user, gc, joiner of two rounds": _state(Users(), Save(), Gc(), ASKS._replace(rounds=2), loose=(B,)),
+    "save with a late record, gc, joiner, no lie": _forgotten(Save(late=True), GC, ASKS, lies=0),
     "save, gc, joiner, base forgotten": _forgotten(Save(), GC, ASKS),
     "user, reader, two joiners": _state(Users(), Revise(), Read(), Join(), Join("J2")),
     "late page, user, gc, joiner": _forgotten(Users(), Revise(), GC, Join(rounds=2, late=True), lies=0),
@@ -134,7 +142,7 @@ LONG = {
     "two gcs of one mark, un-forget, joiner": _forgotten(
         Revise(), SWEEPS._replace(who="gc1"), SWEEPS._replace(who="gc2"), Join(), marks=MARKED
     ),
-    "damage, un-forget, gc, joiner": _forgotten(Damage(), Mend(), Revise(), GC, HOLDS, lies=0),
+    "damage, un-forget, gc, joiner": _forgotten(Damage(), Mend(), Revise(), HOLDS, GC, lies=0),
     "damage, save, gc, joiner": _state(
         Damage(("bad",)), Mend(), Save(), GC, HOLDS._replace(asks=True), loose=(B, FORGOTTEN), lies=0
     ),
@@ -165,7 +173,7 @@ NEEDED_IN = {
     "gc looks again": "user, gc, joiner",
     "two answers": "user, gc, joiner",
     "save looks again": "save, gc, joiner",
-    "since its session": "save, gc, joiner, base forgotten",
+    "since its session": "save, gc that has marked, joiner",
     "failure looks again": "save, gc, joiner",
     "explained": "user, gc, joiner",
     "fence copies what rules": "copy of a swept one, gc, joiner",
@@ -188,7 +196,10 @@ def steps(state: State, dropped: Names) -> Iterator[Step]:
 
 
 def alike(state: State) -> State:
-    """Return the state with its joiners in one order: they differ by their names alone."""
+    """Return the state with its two joiners in one order: they differ by their names alone.
+
+    So a schedule may exchange the two names from one step to the next.
+    """
     last = state.actors[-2:]
     if len(last) < 2 or type(last[0]) is not Join or type(last[1]) is not Join:
         return state

@@ -75,7 +75,7 @@ class State(NamedTuple):
         volumes: the numbers of the pages that a volume holds as well.
         vanished: a loose record that the store has lost, and that indexes still know.
         again: how many page numbers have been given a second time.
-        late: a page whose PUT has failed, and which may still be stored.
+        late: a page or a record whose PUT has failed, and which may still be stored.
         has_tags: whether one of the snapshots must have the tag.
         lies: how many wrong answers the store still gives.
         wrong: what has gone wrong, if a step itself was wrong.
@@ -88,7 +88,7 @@ class State(NamedTuple):
     volumes: frozenset[int] = frozenset()
     sessions: frozenset[Session] = frozenset()
     marks: frozenset[Names] = frozenset()
-    late: tuple[int, Page] | None = None
+    late: tuple[int, Page] | Fact | None = None
     again: int = 0
     vanished: Fact | None = None
     lies: int = 1
@@ -182,6 +182,10 @@ def shown(pages: Pages, volumes: frozenset[int], dropped: Names = NONE) -> Pages
 
 
 def late_steps(state: State) -> Iterator[Step]:
-    """A page whose PUT has failed is stored after all, or finds its number taken."""
-    if state.late is not None and state.late[0] == len(state.pages):
-        yield f"page {state.late[0]} is stored late", state._replace(pages=(*state.pages, state.late[1]), late=None)
+    """What was put in vain is stored after all, unless its number or its key is taken by then."""
+    late = state.late
+    if isinstance(late, Fact):
+        if not state.taken(*late.key):
+            yield f"{late.name}.{late.revision} {late.state} is stored late", state.put(late)._replace(late=None)
+    elif late is not None and late[0] == len(state.pages):
+        yield f"page {late[0]} is stored late", state._replace(pages=(*state.pages, late[1]), late=None)

@@ -77,9 +77,11 @@ class Users(NamedTuple):
 
 
 class Revise(NamedTuple):
-    """One revision by a process that may stall anywhere: an un-forget, or a forget.
+    """One revision by a process that may stall anywhere: an un-forget, a forget, an untag.
 
     Attributes:
+        untagged: it leaves a snapshot alone that has the tag, as a policy does.
+        untags: it takes the tag off.
         since: how many pages it has read.
         told: what its user has been told, at the end.
     """
@@ -89,6 +91,7 @@ class Revise(NamedTuple):
     was: str = "forgotten"
     becomes: str = "committed"
     untagged: bool = False
+    untags: bool = False
     at: str = "see"
     since: int = 0
     version: int = 0
@@ -121,12 +124,8 @@ class Revise(NamedTuple):
             return
         fact = ruling(state.loose, pages, self.name, "page wins" in dropped)
         if fact is not None and fact.state == self.was and not (self.untagged and fact.tag):
-            after: dict[str, Any] = {
-                "at": "put",
-                "fact": fact.next(self.becomes),
-                "since": len(pages),
-                "version": state.again,
-            }
+            becomes = fact.next(self.becomes, tag=fact.tag and not self.untags)
+            after: dict[str, Any] = {"at": "put", "fact": becomes, "since": len(pages), "version": state.again}
             yield f"{self.who} sees {self.name}.{fact.revision} {fact.state}", state.to(place, **after)
 
 
@@ -135,10 +134,12 @@ class Save(NamedTuple):
 
     Attributes:
         since: how many pages there were when its session began.
-        uses: whether it builds on B.
+        uses: what it builds on.
+        late: whether the PUT of its record may fail and be stored later.
     """
 
     who: str = "save"
+    late: bool = False
     at: str = "begin"
     since: int = 0
     uses: Names = NONE
@@ -168,7 +169,8 @@ class Save(NamedTuple):
                 begun.to(place, at="records", marked=marked, since=len(state.pages)),
             )
         elif self.at == "records":
-            fact = state.truth("B", dropped)
+            pages = shown(state.pages, state.volumes, dropped)
+            fact = ruling(state.loose, pages, "B", "page wins" in dropped) if pages is not None else None
             since = len(state.pages) if "since its session" in dropped else self.since
             usable = fact.needs if fact is not None and fact.state == "committed" else NONE
             yield "save lists records", state.to(place, at="present", uses=usable - self.marked, since=since)
@@ -191,8 +193,11 @@ class Save(NamedTuple):
             if state.taken("S", 0):
                 yield "save finds its key taken", state.to(place, at="again" if own in state.loose else "settle")
             else:
+                after = state._replace(late=own).to(place, at="fails", late=False)
                 yield "save puts its record", state.put(own).to(place, at="read")
                 yield "save puts its record, gets no answer", state.put(own).to(place, at="fails")
+                if self.late:
+                    yield "save puts its record: it fails, and may be stored later", after
                 if state.lies:
                     yield "save puts its record: a lie, it is not stored", state.to(place, lie=True, at="read")
         elif self.at == "read":

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 import pages
 
-#: A tenth fewer than there are in the smallest scene.
+#: Fewer than there are in the smallest scene.
 LEAST_STATES = 8_000
 
 

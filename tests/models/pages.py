@@ -1,14 +1,14 @@
 """The rules of pages, into which records are joined, explored state by state.
 
-A small explicit-state model of docs/design/history.md, after those of saves, gcs and rewrites. B is committed and needs
-pack `b`; users forget it and bring it back. X is committed and needs `x`; nobody touches it. Joiners copy loose records
-into the next page of the run, and then delete the loose ones. Beside them there are, by scene: a save S, which builds
-on `b` and puts `s`; an un-forget that may stall between any two of its steps; a gc, or two of one mark; a rewrite of B;
-copies of Z; two processes that move a tag; a policy; repairs. Any actor may stall anywhere, also permanently, as if it
-had crashed. In most scenes the store answers wrongly once, to any actor at any time, or in one way for a whole gc; in
-others it damages a page.
+A small explicit-state model of docs/design/history.md, after those of saves, gcs and rewrites. B is committed and
+needs pack `b`; users forget it and bring it back. X is committed and needs `x`; nobody touches it. Joiners copy loose
+records into the next page of the run, and then delete the loose ones. Beside them there are, by scene: a save S, which
+builds on `b` and puts `s`; an un-forget that may stall between any two of its steps; a gc, or two of one mark; a
+rewrite of B; copies of Z; two processes that move a tag; a policy; repairs. Any actor may stall anywhere, also
+permanently, as if it had crashed. In most scenes the store answers wrongly once, to any actor at any time, or in one
+way for a whole gc; in others it damages a page.
 
-The invariants: what a committed record needs is there; no ruling record is lost or replaced; whoever was told
+The invariants: what a committed record needs is there; no ruling record is lost or replaced; a process that was told
 "committed", "un-forgotten" or the like was told the truth, and a save that was told "failed" has failed, unless the
 store lied; the tag is on a committed snapshot; a reader's view has every record that ruled when it began; a copy keeps
 its number; and, if the store has not lied, a record or a session explains each pack. With a rule dropped there must be
@@ -19,11 +19,12 @@ a counter-example, or the rule is not needed.
 pages_store.py has what is stored, and what rules; pages_join.py joiners; pages_writers.py saves, users and readers;
 pages_gc.py the gc; pages_claims.py rewrites, copies and tags; pages_damage.py damage and repairs.
 
-What was made smaller, and why that loses nothing. A step that only its own actor can notice is one with the step
+The model was made smaller where that loses nothing. A step that only its own actor can notice is one with the step
 before. Reading the pages and the PUT of the next one are one step (pages_join.py), and so are the deletions of a gc
 (pages_gc.py). A joiner's listing never lies: without its highest revisions it looks as it did earlier, and without
-others as after a deletion of them. A joiner takes all snapshots, or one; so the others stay loose. Where X is left out,
-nobody would touch it: hiding it from a gc only stops the gc, and that it is not lost, the other scenes show.
+others as after a deletion of them. Where X is left out, nobody would touch it: hiding it from a gc only stops the gc,
+and that it is not lost, the other scenes show. Two reductions may lose schedules: a joiner takes all snapshots or one,
+and in most scenes with damage all; and beside damage the store does not lie, but for reading a page as damaged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewrites, copies, taggers and policies, in the model of pages.
 
-A rewrite and a copy claim the next revision of a record under a session that has an id of its own. What they claim is
-named by the session, so a joiner leaves that record alone, and a gc can fence them.
+A rewrite and a copy claim the next revision of a record under a session that has an id of its own. The session names
+the record, so a joiner leaves it alone, and a gc can fence them.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Loose records are deleted only once a volume holds them too, and the page has been read back after that. So either a
 volume has all facts of a damaged page, or all of them are still loose. A repair lists loose records, then volumes. If
 no volume holds the page by then, no loose record of it had been deleted. It puts a later page that mends the damaged
-one. The order of the two listings does not matter: whoever puts the volume later finds the page damaged, and deletes
-nothing.
+one. The order of the two listings does not matter: a joiner that puts the volume later finds the page damaged, and
+deletes nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the model of pages stores, and what rules: facts, pages, volumes, sessions, marks, packs.
+"""The store of the model of pages, and the truth that it holds: facts, pages, volumes, sessions, marks, packs.
 
-A fact is one revision of a record. It is loose, an object of its own, or in a page, or both. The truth of a snapshot is
-its highest revision, loose or in a page; of two facts of one revision the one in the page counts, and of two pages the
-lower one. A page is never replaced. A store may damage one: it cannot be read, or it is gone. The facts of a damaged
-page are still the truth here, since a model must know what was true; `shown` is what a process can see.
+A fact is one revision of a record. It is loose, an object of its own, or in a page, or both. The truth of a snapshot
+is its highest revision, loose or in a page; of two facts of one revision the one in the page counts, and of two pages
+the lower one. A page is never replaced. A store may damage one: it cannot be read, or it is gone. The facts of a
+damaged page are still the truth here, since a model must know what was true; `shown` is what a process can see.
 
 pages.py has the rules and the scenes.
 """
@@ -182,7 +182,7 @@ def shown(pages: Pages, volumes: frozenset[int], dropped: Names = NONE) -> Pages
 
 
 def late_steps(state: State) -> Iterator[Step]:
-    """What was put in vain is stored after all, unless its number or its key is taken by then."""
+    """Yield the step in which an object of a failed PUT is stored after all, unless its key is taken by then."""
     late = state.late
     if isinstance(late, Fact):
         if not state.taken(*late.key):

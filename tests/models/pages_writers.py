@@ -1,7 +1,7 @@
 """Saves, users, un-forgets and readers, in the model of pages.
 
-Whoever puts a revision looks for pages afterwards, by a GET of the next number and by a LIST of the folder. A save has
-its session in place of the second way: a joiner leaves alone what a session announces.
+A process that puts a revision looks for pages afterwards, by a GET of the next number and by a LIST of the folder. A
+save has its session in place of the second way: a joiner leaves alone what a session announces.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _copy(number: int) -> Claim:
 #: For joiners beside sessions, and with volumes; a gc that no cache misleads all the time.
 ASKS, HOLDS, GC = Join(asks=True), Join(volumes=True, single=False), Gc(may_be_blind=False)
 FENCES = GC._replace(at="sessions", mark=frozenset("b"))
-SWEEPS = GC._replace(again=True, mark=frozenset("b"))
+TWO_GCS = tuple(GC._replace(who=who, again=True, mark=frozenset("b")) for who in ("gc1", "gc2"))
 MARKED = frozenset([frozenset("b")])
 #: Scenes of at most a few seconds.
 SHORT = {
@@ -140,10 +140,11 @@ LONG = {
     "rewrite, gc, two joiners": _state(Claim(), GC, ASKS, ASKS._replace(who="J2"), lies=0),
     "two takers of a tag, joiner": _tags(Tag(), Tag("T2", "A", "C"), Join(rounds=2)),
     "repair puts back, un-forget, gc, joiner": _forgotten(Vanish(FORGOTTEN), PutBack(FORGOTTEN), Revise(), GC, Join()),
-    "two gcs of one mark, un-forget, joiner": _forgotten(
-        Revise(), SWEEPS._replace(who="gc1"), SWEEPS._replace(who="gc2"), Join(), marks=MARKED
+    "two gcs of one mark, un-forget, joiner": _forgotten(Revise(), *TWO_GCS, Join(), marks=MARKED),
+    "two gcs of one mark, save, joiner, no lie": _state(
+        Save(), *TWO_GCS, ASKS._replace(single=False), loose=(B, FORGOTTEN), marks=MARKED, lies=0
     ),
-    "damage, un-forget, gc, joiner": _forgotten(Damage(), Mend(), Revise(), HOLDS, GC, lies=0),
+    "damage, un-forget, gc, joiner": _forgotten(Damage(), Mend(), Revise(), Join(volumes=True), GC, lies=0),
     "damage, save, gc, joiner": _state(
         Damage(("bad",)), Mend(), Save(), GC, HOLDS._replace(asks=True), loose=(B, FORGOTTEN), lies=0
     ),

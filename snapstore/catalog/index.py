@@ -130,10 +130,10 @@ class Index:
         environment = self._environment  # another thread may close it
         if environment is None or not self._loaded.isdisjoint((prefix, records_prefix())):
             return
-        self._loaded.add(prefix)
         items: list[tuple[bytes, bytes]] = []
         try:
             items = environment.items(b"records", prefix)
+            self._loaded.add(prefix)
         except FileNotFoundError:
             self._open_again(environment)
         except (lmdb.Error, OSError) as error:

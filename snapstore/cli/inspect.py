@@ -62,8 +62,8 @@ def log(
 ) -> int | None:
     """List snapshots, oldest first, run by run; or sorted by a metric, across runs.
 
-    Snapshots without the metric, or with NaN, come last. Exit code 3: some records, here or in the mirror, are
-    unreadable or gone.
+    Snapshots without the metric, or with NaN, come last. Exit code 3: some records of what is listed, here or in the
+    mirror, are unreadable or gone.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"--limit {limit}: expected at least 1")

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import random
 import sysconfig
 import time
@@ -94,7 +95,8 @@ def train(args: argparse.Namespace) -> None:
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    torch.set_num_threads(2)  # another number of threads adds in another order
+    os.environ.setdefault("MKL_CBWR", "AUTO")  # else MKL may add in another order on a busy machine
+    torch.set_num_threads(2)  # so does another number of threads
     torch.use_deterministic_algorithms(True)
 
     text, model = read_text(), GPT()

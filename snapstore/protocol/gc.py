@@ -153,6 +153,7 @@ class _Gc:
     stops: Callable[[], bool]
     first: Look | None
     most: int | None
+    _losing: int = 0  # the snapshots that the last sweep has swept
 
     @property
     def store(self) -> ObjectStore:
@@ -243,6 +244,9 @@ class _Gc:
         """Return the keys that may be deleted now, so that at most `most` forgotten snapshots lose bytes."""
         if self.most is None:
             return doomed
+        if not self.most:  # the sweeps of earlier marks have used it up
+            self.result.left = max(self.result.left, len(doomed) and 1)
+            return set()
         later, losing = set[str](), 0
         for _, keys in all_needed_keys(self.context.index, view.snapshots(states=(FORGOTTEN,))):
             if isinstance(keys, set) and not keys.isdisjoint(doomed):
@@ -266,7 +270,7 @@ class _Gc:
         def decide() -> tuple[set[str], dict[str, int], bool]:  # called again if an unforget revised a record first
             view, unneeded, sizes = self._candidates(list_twice=True)
             doomed = self._bounded(view, of_mark := mark.keys() & unneeded)
-            _write_swept(self.context, view, doomed)
+            self._losing = _write_swept(self.context, view, doomed)
             return doomed, sizes, doomed == of_mark
 
         doomed, sizes, is_whole = retry_conflicts(decide, lambda error: hidden_revision(store, error))
@@ -282,6 +286,8 @@ class _Gc:
         self.result.deleted_objects += len(doomed)
         self.result.deleted_bytes += deleted_bytes
         self.result.stored_bytes -= deleted_bytes
+        if self.most is not None:
+            self.most = max(0, self.most - self._losing)
         if not is_whole:
             return False
         store.delete([records.key_of(mark)])
@@ -387,8 +393,8 @@ def _wait_list(store: ObjectStore, mark: Mark) -> Wait:
     return wait
 
 
-def _write_swept(context: Context, view: View, doomed: set[str]) -> None:
-    """Create a `swept` revision for every forgotten record that loses bytes.
+def _write_swept(context: Context, view: View, doomed: set[str]) -> int:
+    """Create a `swept` revision for every forgotten record that loses bytes; return of how many.
 
     Raises:
         ConflictError: another process has revised a record first; others may be swept.
@@ -402,6 +408,7 @@ def _write_swept(context: Context, view: View, doomed: set[str]) -> None:
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):
             losing.append(snapshot)
     at_once(lambda snapshot: revise(context, snapshot, state=SWEPT), losing)
+    return len(losing)
 
 
 def _remove_old_notes(context: Context, keep: int = 10) -> None:

@@ -52,6 +52,25 @@ def test_a_mark_stays_until_all_of_it_is_swept():
     check_clean(store)
 
 
+def test_the_bound_is_that_of_all_marks_together():
+    store = created()
+    with opened(store) as repository:
+        context = repository.context
+        for number, run in enumerate("fghk"):
+            save(repository, run, 0, number)
+        for run in "fgh":  # each leaves a mark of a gc that has died
+            repository.forget_snapshots([f"{run}@0"], force=True)
+            pending = set().union(*(mark.keys() for mark in standing_marks(store)))
+            with context.store.pinned():
+                assert _Gc(context, 3600.0, False, GcResult(), lambda: False, None, None)._mark(pending)
+        for left in (2, 1, 0):
+            with context.store.pinned():
+                result = collect(context, most=1)
+            assert len(repository.view().snapshots(states=("forgotten",))) == left
+            assert bool(result.left) == bool(left)
+    check_clean(store)
+
+
 def test_no_save_builds_on_what_another_gc_deletes():
     """The bounded gc used to remove the mark of g@0 while the other one was about to delete its packs."""
     store, _ = marked()

@@ -31,7 +31,7 @@ SEED = 0x5EED5EED5EED5EED  # of every forged repository: an attacker can read th
 
 
 #: The limit for one hostile input [s of this process's time, so that others on the machine do not count]. Most take
-#: milliseconds; tracing memory makes them five times as slow, coverage twice.
+#: milliseconds; tracing memory makes them five times as slow, coverage twice, and a busy machine twice.
 LIMIT_S = 10.0
 
 
@@ -62,13 +62,13 @@ def budget(world, *, decoded_bytes=0, fits=False):
     """Check that a block takes memory and time by the bytes that a forged repository stores, not by those it declares.
 
     Args:
-        decoded_bytes: how much it may decode, at half a gigabyte a second.
+        decoded_bytes: how much it may decode, at a quarter of a gigabyte a second.
         fits: whether a declared size that fits into memory may be allocated.
     """
     declared = 2 * 1024 * MIB if fits else 0
     stored = world.stored_bytes
     # A byte of a tree unpacks to at most 64, each an object of about 64 bytes. A chunk has buffers to decode it.
-    limit_s = 5.0 + 1e-4 * stored + decoded_bytes / 5e8
+    limit_s = 10.0 + 2e-4 * stored + decoded_bytes / 2.5e8
     room = 96 * MIB + 4096 * stored + 8 * world.size + declared  # includes modules that a verb imports first
     with little_memory(room, limit_s):
         yield

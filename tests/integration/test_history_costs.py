@@ -1,7 +1,7 @@
-"""What verbs cost in a repository with a long history, counted: a history of twice the length costs at most twice.
+"""A verb costs at most twice as much if the history of the repository is twice as long.
 
-The counts are the same on every machine, so a cost that grows with the square of the history, or with the history of
-other runs, fails here.
+Requests, calls of the system, writes and digested bytes are counted, not timed. So a cost that grows with the square of
+the history, or with the history of other runs, fails on every machine.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ OPTIONS = SaveOptions(threads=1, share_runs=False)
 LENGTHS = (60, 120)
 
 
-def fill(repository, run, count, first=0):
-    for step in range(first, first + count):
+def fill(repository, run, count):
+    for step in range(count):
         save(repository, run, step, step)
 
 

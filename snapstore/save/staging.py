@@ -35,7 +35,7 @@ from ..state.walk.learner import DifferentStructureError
 from ..state.walk.structure import Match
 from ..threads import without_gc
 from .inputs import InputKey, PartInput, TensorInput, cut_plain, inputs_of, plain_names, turns_of
-from .known_state import Group, KnownState
+from .known_state import KnownState
 from .replicas import Replica, digests_of, spans
 from .shares import Name, RankShares
 from .unchanged import Trial, UnchangedGoneError, UnchangedTensors
@@ -314,23 +314,35 @@ class Staging:
             DifferentStructureError: its tensors have moved meanwhile; copies may have begun.
             InvalidInputError: one has changed meanwhile.
         """
-        copies: list[tuple[Sequence[int], Callable[[], Sequence[Memory]]]] = []
+        copies: list[tuple[Sequence[int], Callable[[], Sequence[Memory]]]]
         digests: list[tuple[Sequence[int], Callable[[int], Bytes]]] = []  # of replicas: rows, and how to get the i-th
         seed = self._engines.digest_seed
+        groups, unchanged = dict(known.copied.on_devices), dict[int, Bytes]()
         with self._copying():
             try:
-                groups, unchanged = self._look_up(known, match)
-                for device, group in groups.items():
-                    copies.append((group.rows, self._copy_of(group.sources(device, match))))
+                trials = self._start_trials(known, match)
+                for device, (trial, _) in trials.items():
+                    if self._unchanged.tries_all:
+                        del groups[device]
+                    else:  # most likely all of them are unchanged: the others are copied before the host waits
+                        groups[device] = trial.rest
+                begun = {device: self._copy_of(group.sources(device, match)) for device, group in groups.items()}
                 for device, group in known.hashed.on_devices.items():
                     if (found := self._start_digests(group.sources(device, match))) is not None:
                         digests.append((group.rows, found))
+                small, small_replica = known.small.copy(match)
+                middle, middle_replica = self._copy_middle(known, match)
+                for device, (trial, wait) in trials.items():
+                    group, same = self._unchanged.split(trial, wait())
+                    unchanged.update(same)
+                    if group is not groups.get(device):
+                        begun.pop(device, None)
+                        groups[device], begun[device] = group, self._copy_of(group.sources(device, match))
             except RuntimeError:  # torch found a storage that is now too short
                 match.confirm()
                 raise
-            small, small_replica = known.small.copy(match)
-            middle, middle_replica = self._copy_middle(known, match)
             match.confirm()
+            copies = [(groups[device].rows, memories) for device, memories in begun.items()]
             copies.append((known.copied.small.rows, small))
             copies.append((known.copied.on_host.rows, partial(list, middle)))
             for row, held in known.copied.held(match):
@@ -343,25 +355,15 @@ class Staging:
         self._known = known
         return partial(known.inputs, match, copies, digests, unchanged)
 
-    def _look_up(self, known: KnownState, match: Match) -> tuple[dict[Any, Group], dict[int, Bytes]]:
-        """Wait for digests of tensors that may be unchanged; return the tensors to copy by device, and the others.
-
-        Returns:
-            The latter by their positions among the slots: the digests of the chunks of each, (n, 16).
-        """
-        groups, seed, unchanged = dict(known.copied.on_devices), self._engines.digest_seed, dict[int, Bytes]()
-        trials = list[tuple[Any, Trial, Callable[[], Bytes]]]()
-        for device, group in groups.items():
+    def _start_trials(self, known: KnownState, match: Match) -> dict[Any, tuple[Trial, Callable[[], Bytes]]]:
+        """Begin to hash the tensors that may be unchanged; return, by device, which, and what waits for the digests."""
+        trials = dict[Any, tuple[Trial, Callable[[], Bytes]]]()
+        for device, group in known.copied.on_devices.items():
             if (trial := self._unchanged.trial(device, group)) is not None:
-                found = self._on_devices().start_digests(trial.tried.sources(device, match), trial.spans, seed)
-                if found is not None:
-                    trials.append((device, trial, found))
-        if trials:
-            self._on_devices().wait()
-        for device, trial, found in trials:
-            groups[device], same = self._unchanged.split(trial, found())
-            unchanged.update(same)
-        return groups, unchanged
+                sources, seed = trial.tried.sources(device, match), self._engines.digest_seed
+                if (found := self._on_devices().start_digests(sources, trial.spans, seed)) is not None:
+                    trials[device] = trial, found
+        return trials
 
     def _copy_middle(self, known: KnownState, match: Match) -> tuple[list[Bytes], list[Bytes]]:
         """Return copies of the tensors in host memory that are larger than small ones, and the digests of replicas."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from snapstore.save.replicas import spans
 
 #: Hidden and intermediate size, layers: in bf16 3.9 GB, and for a dry run.
 FULL, TINY = (2048, 5632, 38), (64, 128, 2)
-RANK, RUNS, SAVES, WARM = 8, 10, 9, 3
+RANK, RUNS, SAVES, WARM = 8, 10, 24, 4
 State = dict[str, Any]
 
 
@@ -78,15 +79,19 @@ def device_bytes(state: State) -> int:
     return sum(t.nbytes for t in tensors(state))
 
 
-def stalls(run: LoraRun, state: Callable[[], State], path: Path, device: torch.device) -> float:
-    """Return the median stall of later saves of a state."""
-    found = []
-    with SnapshotManager(path, run="stalls", staging="device") as snapshots:
+def stalls(run: LoraRun, folder: Path, device: torch.device) -> tuple[float, float]:
+    """Return the median stalls of later saves with and without the base, taken in turn."""
+    found: tuple[list[float], list[float]] = [], []
+    with ExitStack() as stack:
+        both = [SnapshotManager(folder / name, run="stalls", staging="device") for name in ("whole", "alone")]
+        for snapshots in both:
+            stack.enter_context(snapshots)
         for step in range(SAVES):
-            run.train()
-            found.append(stalled_s(device, snapshots, step, state()))
-            snapshots.wait_until_finished()
-    return statistics.median(found[WARM:])
+            for snapshots, state, took in zip(both, (run.state, run.own), found, strict=True):
+                run.train()
+                took.append(stalled_s(device, snapshots, step, state()))
+                snapshots.wait_until_finished()
+    return statistics.median(found[0][WARM:]), statistics.median(found[1][WARM:])
 
 
 def digest_s(base: State, device: torch.device) -> float:
@@ -124,8 +129,7 @@ def figures(folder: Path, device: torch.device, say: Callable[[str], None], *, t
     found["memory_over_allowed"] = found["first_memory_bytes"][-1] / (2.1 * own + 5e8)
     say(f"10 runs: {found}")
     if device.type == "cuda":
-        whole = stalls(run, run.state, folder / "whole", device)
-        alone = stalls(run, run.own, folder / "alone", device)
+        whole, alone = stalls(run, folder, device)
         found |= {"stall_s": whole, "stall_without_base_s": alone, "digest_s": digest_s(base, device)}
         found |= {"copy_floor_s": copy_floor_s(device, device_bytes(run.state()))}
         found["stall_beyond_digest_s"] = whole - alone - found["digest_s"]

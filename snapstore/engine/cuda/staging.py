@@ -153,8 +153,8 @@ class DeviceStaging:
             spans: (n,) the tensor of each span, ascending; its start; its length [bytes].
 
         Returns:
-            A function that returns the digests (n, 16), valid after `wait` or `wait_copied`. None: there are no spans,
-            the kernels are not loaded yet, or the device has no memory for it.
+            A function that waits for the digests, and returns them (n, 16). None: there are no spans, the kernels are
+            not loaded yet, or the device has no memory for it.
 
         Raises:
             InvalidInputError: a CUDA graph is being captured.
@@ -178,7 +178,14 @@ class DeviceStaging:
                 return None
             training.wait_event(done)
             self._copying.append((device, done))
-        return host.numpy
+
+        def found() -> Bytes:
+            with torch.cuda.device(device):
+                done.synchronize()
+            digests: Bytes = host.numpy()
+            return digests
+
+        return found
 
     def _addresses(self, sources: Sources) -> Column:
         """Return the address of each tensor's bytes in C order; copy strided ones first."""

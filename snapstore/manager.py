@@ -388,7 +388,7 @@ class SnapshotManager(Steps):
         if self._mirror is not None:
             self._mirror.note(snapshot)
         self._warn_of_unapplied()
-        if self.keep and not self._stops_upkeep() and self._leads:
+        if self._leads and self._upkeep.follows(self.keep) and not self._stops_upkeep():
             self._retrying.upkeep(partial(self._upkeep.retain, self.keep))
         if in_background:
             self._background.take_memory(self._staging.prepare_next)

@@ -24,10 +24,14 @@ from ..storage.os_errors import is_withheld
 from ..text import strip_hint
 from .read_twice import tried
 
-#: Features that a config may require; this release knows none.
-KNOWN_FEATURES: frozenset[str] = frozenset()
+#: Features that a config may require and that this release knows.
+KNOWN_FEATURES = frozenset({records.PAGES})
 #: The feature of a repository whose packs and manifests are encrypted: reserved, and not built.
 ENCRYPTED = "encrypted"
+
+
+#: The features of a new repository.
+NEW_FEATURES: list[str] = []
 
 
 def new_config(chunk_bytes: int, digest_seed: int) -> Config:
@@ -37,7 +41,7 @@ def new_config(chunk_bytes: int, digest_seed: int) -> Config:
         version=records.FORMAT_VERSION,
         chunk_bytes=chunk_bytes,
         digest_seed=digest_seed,
-        features=[],
+        features=[*NEW_FEATURES],
         created=time.time(),
         writer=f"snapstore {records.VERSION}",
     )

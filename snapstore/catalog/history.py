@@ -16,11 +16,12 @@ from .. import retention
 from ..checks import check_ref
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, UnreadRecordError
 from ..format import records
-from ..format.keys import NAME, parse_record_key
-from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..format.keys import ID_DIGITS, NAME, parse_record_key
+from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..storage.base import ObjectStore
 from ..text import counted, quoted, some, strip_hint
 from . import policy_store
+from .pages import Joined
 from .record_listing import copied
 
 #: The advice for records that have vanished: the index may hold the last copy.
@@ -67,6 +68,7 @@ class View:
         wrong = misnumbered(ruling := list(ruling))
         self._by_id = {snapshot.id: snapshot for snapshot in ruling if not wrong or snapshot.key not in wrong}
         self._store = store  # for the policies that `run@best` needs
+        self._joined: Mapping[str, Joined] = {}  # what pages say, by run; the index sets it
         self._by_run: dict[str, list[Snapshot]] = {}  # these two are filled once a run is asked for
         self._tagged: dict[str, dict[str, list[Snapshot]]] = {}
         self.damaged = {**damaged, **wrong}
@@ -229,9 +231,9 @@ class View:
         if run is not None and states == (COMMITTED,):
             return self._committed(run)
         self._require_listed(run)
-        chosen = (
-            s for s in self._by_id.values() if (run is None or s.run == run) and (states is None or s.state in states)
-        )
+        graves = self._graves(run) if states is None or SWEPT in states or ABORTED in states else ()
+        of_run = (s for s in self._by_id.values() if run is None or s.run == run)
+        chosen = (s for s in (*of_run, *graves) if states is None or s.state in states)
         return sorted(chosen, key=lambda s: (s.run, s.seq, s.id))
 
     def _committed(self, run: str) -> list[Snapshot]:
@@ -256,8 +258,21 @@ class View:
 
     def get(self, snapshot_id: str) -> Snapshot | None:
         """Return the snapshot of this full id, in any state; None if the listing showed none."""
-        found = self._by_id.get(snapshot_id)
-        return found and copied(found)
+        if (found := self._by_id.get(snapshot_id)) is not None:
+            return copied(found)
+        is_id = len(snapshot_id) == ID_DIGITS and set(snapshot_id) <= set("0123456789abcdef")
+        graves = (one.grave_record(snapshot_id) for one in self._joined.values() if is_id)
+        return next((found for found in graves if found is not None), None)
+
+    def with_records(self) -> list[Snapshot]:
+        """Return the snapshots whose records are there whole: all but those of which pages keep graves."""
+        return [copied(s) for s in self._by_id.values()]
+
+    def _graves(self, run: str | None) -> Iterator[Snapshot]:
+        """Yield what is left of the records of a run (None: of all) of which pages keep graves."""
+        for one in self._joined.values():
+            if run in (None, one.run):
+                yield from (s for s in one.grave_records() if s.id not in self._by_id)
 
     def tagged(self, run: str) -> dict[str, list[Snapshot]]:
         """Return the committed snapshots with each tag of a run, in their order. The tag means the last of them."""
@@ -338,15 +353,16 @@ class View:
         names = {name for _, name, _ in self._unknown(run)}
         of_run = [s for s in self._by_id.values() if s.run == run]
         seqs = {s.id: s.seq for s in of_run} | {name: self._known[name].seq for name in names & self._known.keys()}
-        highest = records.highest_seq(seqs.values())
+        of_graves = self._joined[run].seqs if run in self._joined else ()
+        highest = records.highest_seq((*seqs.values(), *of_graves))
         unknown = [name for name in names if seqs.get(name, highest + 1) > highest]
         # Each snapshot of unknown seq may have begun at the next multiple (see copy/mirror.py), and have left room for
         # all the others.
         number = max(1 + highest, FIRST_SEQ) + len(unknown) * (FIRST_SEQ + len(unknown))
         number = min(max(number, min(at_least, records.MAX_COUNTED)), highest + records.MAX_SEQ_STEP)
         if number > records.MAX_COUNTED:
-            last = max(of_run, key=lambda s: s.seq)
-            raise InvalidInputError(f"{last.key}: has the highest sequence number of its run; save into another run")
+            last = max(of_run, key=lambda s: s.seq).key if of_run else run
+            raise InvalidInputError(f"{last}: has the highest sequence number of its run; save into another run")
         return number
 
     def children(self, snapshot_id: str) -> list[Snapshot]:
@@ -356,7 +372,8 @@ class View:
     def runs(self, states: tuple[str, ...] | None = (COMMITTED,)) -> list[str]:
         """Return the runs with a snapshot in some states (None: in any), sorted."""
         self._require_listed()
-        return sorted({s.run for s in self._by_id.values() if states is None or s.state in states})
+        buried = {run for run, one in self._joined.items() if len(one.graves) and (states is None or SWEPT in states)}
+        return sorted(buried | {s.run for s in self._by_id.values() if states is None or s.state in states})
 
     def superseded(self, run: str | None = None) -> set[str]:
         """Return the ids of committed snapshots, of a run or of all, whose (run, step) has one of higher seq."""
@@ -450,7 +467,7 @@ class View:
         prefix = ref.removeprefix("id:").lower()
         if not prefix or not set(prefix) <= set("0123456789abcdef"):
             raise InvalidInputError(f"reference {quoted(ref)}: expected id: and hexadecimal digits")
-        found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
+        found = [s for s in self._chosen(states=states) if s.id.startswith(prefix)]
         for _, name, key in self._unknown():
             if name.startswith(prefix) and (parsed := parse_record_key(key)):
                 self.require_known(ref, parsed[0], snapshot_id=name)
@@ -464,6 +481,25 @@ class View:
                 f"reference {quoted(ref)}: ambiguous, {len(found)} snapshots: {ids}; give more digits"
             )
         return copied(found[0])
+
+
+def with_joined(
+    ruling: Iterable[Snapshot], unknown: Mapping[str, str], joined: Mapping[str, Joined]
+) -> tuple[list[Snapshot], dict[str, str]]:
+    """Return (the ruling records, loose or of pages; key -> why of damaged pages and of their damaged records).
+
+    Args:
+        ruling: the loose records that no page covers.
+        unknown: key -> why of those that are not known.
+        joined: what pages say, by run.
+    """
+    found, damaged = list(ruling), dict[str, str]()
+    loose = {s.id for s in found} | {parsed[2] for parsed in map(parse_record_key, unknown) if parsed}
+    for one in joined.values():
+        found += [s for name, s in one.live.items() if name not in loose]
+        damaged |= one.damaged
+        damaged |= {key: why for name, (key, why) in one.unknown.items() if name not in loose}
+    return found, damaged
 
 
 def _parts(ref: str) -> tuple[str, str, str]:

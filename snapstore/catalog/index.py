@@ -31,7 +31,7 @@ import lmdb
 
 from ..errors import DAMAGE, FormatError, IntegrityError, InvalidInputError, SnapstoreError, StorageError
 from ..format import records
-from ..format.keys import NAME, parse_record_key, record_key, records_prefix
+from ..format.keys import NAME, records_prefix
 from ..format.manifests import manifest
 from ..format.manifests.manifest import ManifestHeader
 from ..format.records import COMMITTED, FORGOTTEN, Config, ManifestRef, Snapshot
@@ -39,11 +39,12 @@ from ..storage import progress
 from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.cache_dir import shrink
 from ..text import log
-from ..threads import Threads
+from ..threads import in_threads_if_slow
 from .damage_marks import DamageMarks
 from .gathering import Gathering
-from .history import View, run_of
+from .history import View, run_of, with_joined
 from .lmdb_file import Environment, folder_for, temporary_folder
+from .pages import Joined, PageReader, repeated_by_pages, void_records
 from .record_listing import (
     JUST_MADE,
     KnownRecord,
@@ -51,6 +52,7 @@ from .record_listing import (
     copied,
     list_ruling,
     newest_of_runs,
+    other_revisions,
     packed,
     repeated_ids,
 )
@@ -58,8 +60,6 @@ from .record_listing import (
 #: LMDB's map is fixed and sparse, since growing one online is error-prone. A thousand snapshots take about 10 MB, so
 #: this is enough for a hundred thousand; an index that does not fit is dropped and built again.
 MAP_BYTES = 1024 * 1024 * 1024
-#: Records or headers that are read at once: on S3 each is a round trip, and a thousand in sequence take 20 s.
-READ_THREADS = 16
 #: Records that are read before any is cached; a header names every pack, so fewer headers are held.
 RECORDS_IN_MEMORY = 1000
 HEADERS_IN_MEMORY = 256
@@ -68,8 +68,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-#: If a store takes longer for a small object [s], several objects are read in parallel.
-SLOW_S = 0.003
 #: If the read of a record fails and takes longer than SLOW_FAILURE_S, the record is not read again for PAUSE_FACTOR
 #: times as long, at most MAX_PAUSE_S.
 SLOW_FAILURE_S, PAUSE_FACTOR, MAX_PAUSE_S = 1.0, 10, 60.0
@@ -91,8 +89,10 @@ class Index:
         folder: None: what is cached stays in memory.
         limit_bytes: size of the LMDB map.
         temporary: `close` removes the folder.
+        has_pages: whether records of the repository may be joined into pages.
 
     Attributes:
+        pages: reads the pages of the repository.
         marks: the snapshots that are known to be damaged.
     """
 
@@ -104,6 +104,7 @@ class Index:
         *,
         limit_bytes: int = MAP_BYTES,
         temporary: bool = False,
+        has_pages: bool = False,
     ) -> None:
         self._store, self.uuid, self.folder, self._limit_bytes = store, uuid, folder, limit_bytes
         self._pid, self.temporary = os.getpid(), temporary
@@ -115,7 +116,7 @@ class Index:
         self._noted: set[str] = set()  # keys of records of which the cache does not know it (`_note_listing`)
         self._listed: set[str | None] = set()  # the runs that were listed; None: all of them at once
         self._loaded: set[str] = set()  # the prefixes whose cached records are in memory
-        self._gathering = Gathering()
+        self._gathering, self.pages = Gathering(), PageReader(store, has_pages=has_pages)
         if folder is None:
             return
         try:
@@ -178,10 +179,14 @@ class Index:
             self._load(prefix)
             times = 2 if list_twice or self._listed.isdisjoint((None, run)) else 1
             ruling, gone = list_ruling(self._store, self._records, prefix, times)
+            joined = self.pages.read(run)  # after the loose records
+            if joined:
+                gone -= self._drop_joined(gone, joined)
             vanished = [copied(self._records[key].snapshot) for key in sorted(gone)]
             self._listed.add(run)
-            repeated = repeated_ids(self._store, ruling)
-            ruling = {key: info for key, info in ruling.items() if key not in repeated}
+            repeated = repeated_ids(self._store, ruling) | repeated_by_pages(ruling, joined)
+            left_out = repeated.keys() | void_records(ruling, joined)
+            ruling = {key: info for key, info in ruling.items() if key not in left_out}
             infos = {key: info for key, info in ruling.items() if info is not None}
             known = {
                 key for key, info in infos.items() if key in self._records and self._records[key].is_listed_as(info)
@@ -190,11 +195,32 @@ class Index:
             paused = self._paused(prefix, infos)
             damaged, unread = self._read_records({key: infos[key] for key in infos.keys() - known - paused.keys()})
             unknown = damaged.keys() | (unread := paused | unread).keys()
-            others = self._other_revisions(unknown) if unknown else None
+            others = other_revisions(self._records, unknown, self._get_record) if unknown else None
             shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
-            view = View(shown, damaged, vanished, unread, others, repeated, self._store)
-            view.only_run = run
+            shown, of_pages = with_joined(shown, damaged | unread, joined)
+            view = View(shown, damaged | of_pages, vanished, unread, others, repeated, self._store)
+            view.only_run, view._joined = run, joined
             return view
+
+    def drop_joined(self, run: str) -> None:
+        """Drop the records of a run that pages cover, as far as they were read: they were deleted."""
+        with self._lock:
+            self._drop_joined([*self._records.under(records_prefix(run))], self.pages.known(run))
+
+    def loose(self, run: str) -> int:
+        """Return how many snapshots of a run this process knows whose records are loose; 0: none can be joined."""
+        with self._lock:
+            return self.pages.exist and len(
+                {record.snapshot.id for record in self._records.under(records_prefix(run)).values()}
+            )
+
+    def _drop_joined(self, keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
+        """Drop the records among these that pages cover, and return their keys."""
+        void = void_records(keys, joined)
+        self._records.drop(void)
+        self._noted -= void
+        self._store_all({b"records": dict.fromkeys(void)})
+        return void
 
     def find(self, ref: str, states: tuple[str, ...] = (COMMITTED, FORGOTTEN)) -> Snapshot:
         """Return `View.resolve` of a reference as of now; list only the records of the run that it names.
@@ -232,7 +258,7 @@ class Index:
         size = partial(_bytes_of, infos if is_work else {})
         for keys in progress.through(pieces, size):
             fresh: dict[str, bytes] = {}
-            for key, (data, took_s) in zip(keys, _in_threads(self._timed_record, keys), strict=True):
+            for key, (data, took_s) in zip(keys, in_threads_if_slow(self._timed_record, keys), strict=True):
                 try:
                     if isinstance(data, SnapstoreError):
                         raise data
@@ -269,21 +295,6 @@ class Index:
         if paused:
             self._require_reads()
         return paused
-
-    def _other_revisions(self, unknown: Iterable[str]) -> dict[str, Snapshot]:
-        """Return another revision of snapshots whose ruling record cannot be read, by id.
-
-        Only a repair changes the seq of a snapshot.
-        """
-        keys = {parsed[2]: (key, parsed) for key in unknown if (parsed := parse_record_key(key))}
-        found = {r.snapshot.id: r.snapshot for r in self._records.values() if r.snapshot.id in keys}
-        for name, (key, (run, step, _, revision)) in keys.items():
-            others = (record_key(run, step, name, other) for other in (revision - 1, 0) if other >= 0)
-            for other in dict.fromkeys(others):
-                if name not in found and other != key and isinstance(data := self._get_record(other), bytes):
-                    with suppress(SnapstoreError):
-                        found[name] = records.decode(data, Snapshot, other)
-        return found
 
     def _note_listing(self, infos: Iterable[ObjectInfo]) -> None:
         """Remember how records that this process made are listed, so that another record in their place is noticed.
@@ -361,13 +372,15 @@ class Index:
         with self._lock:
             if not self._records:
                 self._load(records_prefix())
-            return list(islice(reversed(self._records), count))
+            return [*islice(reversed(self._records), count), *self.pages.some_keys(count)]
 
     def known(self, run: str) -> View:
         """Return what this process knows of a run, without a listing: it may be out of date."""
         with self._lock:
-            view = View(self._records.ruling(run), {}, [])
-        view.only_run = run
+            joined = self.pages.known(run)
+            loose = [s for s in self._records.ruling(run) if not void_records([s.key], joined)]
+            view = View(with_joined(loose, {}, joined)[0], {}, [])
+        view.only_run, view._joined = run, joined
         return view
 
     def cached(self, key: str) -> Snapshot | None:
@@ -412,12 +425,12 @@ class Index:
         while some := list(islice(left, HEADERS_IN_MEMORY)):
             found: dict[str, bytes | SnapstoreError] = {**self._cached_headers(some)}
             missing = {ref.sha256: ref for ref in some if ref.sha256 not in found}
-            read = dict(zip(missing, _in_threads(self._get_header, list(missing.values())), strict=True))
+            read = dict(zip(missing, in_threads_if_slow(self._get_header, list(missing.values())), strict=True))
             self._store_all({b"manifests": {name: data for name, data in read.items() if isinstance(data, bytes)}})
             found |= read
             for ref in some:
                 header = found[ref.sha256]
-                yield header if isinstance(header, SnapstoreError) else _proven(header, ref)
+                yield header if isinstance(header, SnapstoreError) else manifest.header_or_error(header, ref)
 
     def _get_header(self, ref: ManifestRef) -> bytes | SnapstoreError:
         """Return the bytes of a manifest's header, or the error of reading it; raises as `_tried` does."""
@@ -460,6 +473,7 @@ class Index:
             self._pauses.clear()
             self._noted.clear()
             self._gathering.take()
+            self.pages.forget()
             try:
                 if self._environment is None and self.folder is not None:
                     self._environment = Environment.open(self.folder, self.uuid, self._limit_bytes)
@@ -553,27 +567,8 @@ class Index:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _in_threads(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Return `function` of every item; use threads if the first items show that each takes long."""
-    began = time.monotonic()
-    done = [function(item) for item in items[:2]]
-    rest = items[2:]
-    if not rest or time.monotonic() - began < 2 * SLOW_S:  # threads would cost a tenth of a second
-        return done + [function(item) for item in rest]
-    with Threads(min(READ_THREADS, len(rest))) as threads:
-        return done + threads.start(function, rest)()
-
-
 def _bytes_of(infos: Mapping[str, ObjectInfo], keys: Iterable[str]) -> int:
     return sum(infos[key].size_bytes for key in keys if key in infos)
-
-
-def _proven(data: bytes, ref: ManifestRef) -> ManifestHeader | SnapstoreError:
-    """Return the header of a manifest, or the error if the bytes do not match the reference."""
-    try:
-        return manifest.proven_header(data, ref)
-    except (FormatError, IntegrityError) as error:
-        return error
 
 
 def open_index(store: ObjectStore, config: Config, *, reconstructed: bool) -> Index:
@@ -589,7 +584,8 @@ def open_index(store: ObjectStore, config: Config, *, reconstructed: bool) -> In
     folder, temporary = folder_for(store, config.uuid)
     if reconstructed and folder is not None and not temporary:
         folder, temporary = temporary_folder(store)
-    index = Index(store, config.uuid, folder, limit_bytes=MAP_BYTES, temporary=temporary)
+    has_pages = records.PAGES in config.features
+    index = Index(store, config.uuid, folder, limit_bytes=MAP_BYTES, temporary=temporary, has_pages=has_pages)
     if not temporary:
         shrink()
     return index

@@ -13,14 +13,24 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
 import msgspec
 
+from ..errors import SnapstoreError
 from ..format import records
-from ..format.keys import ID_DIGITS, UNKNOWN_RUN, name_of_record, parse_record_key, records_prefix, superseded
+from ..format.keys import (
+    ID_DIGITS,
+    UNKNOWN_RUN,
+    name_of_record,
+    parse_record_key,
+    record_key,
+    records_prefix,
+    superseded,
+)
 from ..format.records import Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from .lmdb_file import shortened
@@ -220,9 +230,19 @@ class KnownRecords(dict[str, KnownRecord]):
         super().__setitem__(key, record)
         self._runs.setdefault(records_prefix(record.snapshot.run), {})[key] = record
 
+    def drop(self, keys: Iterable[str]) -> None:
+        """Forget records: pages have them."""
+        for key in keys:
+            record = self.pop(key)
+            del self._runs[records_prefix(record.snapshot.run)][key]
+
     def under(self, prefix: str) -> Mapping[str, KnownRecord]:
         """Return all records by key, or those of a run, by `records_prefix`."""
         return self._runs.get(prefix, {}) if prefix != records_prefix() else self
+
+    def count(self, run: str) -> int:
+        """Return how many snapshots of a run are known."""
+        return len({record.snapshot.id for record in self.under(records_prefix(run)).values()})
 
     def ruling(self, run: str) -> list[Snapshot]:
         """Return the highest known revision of each snapshot of a run."""
@@ -233,6 +253,28 @@ class KnownRecords(dict[str, KnownRecord]):
         """Add records, by key."""
         for key, record in known.items():
             self[key] = record
+
+
+def other_revisions(
+    known: KnownRecords, unknown: Iterable[str], read: Callable[[str], bytes | SnapstoreError]
+) -> dict[str, Snapshot]:
+    """Return another revision of snapshots whose ruling record cannot be read, by id.
+
+    Only a repair changes the seq of a snapshot.
+
+    Args:
+        unknown: keys of these records.
+        read: returns the bytes of the record under a key, or the error of reading it.
+    """
+    keys = {parsed[2]: (key, parsed) for key in unknown if (parsed := parse_record_key(key))}
+    found = {r.snapshot.id: r.snapshot for r in known.values() if r.snapshot.id in keys}
+    for name, (key, (run, step, _, revision)) in keys.items():
+        others = (record_key(run, step, name, other) for other in (revision - 1, 0) if other >= 0)
+        for other in dict.fromkeys(others):
+            if name not in found and other != key and isinstance(data := read(other), bytes):
+                with suppress(SnapstoreError):
+                    found[name] = records.decode(data, Snapshot, other)
+    return found
 
 
 def packed(known: Mapping[str, KnownRecord]) -> dict[str, bytes]:

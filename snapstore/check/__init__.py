@@ -4,6 +4,7 @@ Read check.py first: it has the levels and the order of the work. repair/ starts
 
 check.py          the levels of a check, from the records down to the last bit
 scan_records.py   records and small objects: the first half of a check and of a repair
+scan_pages.py     pages of records, and their copies in volumes
 scan_objects.py   manifests and packs: the second half
 verify_chunks.py  rebuild every chunk: level "restore"
 damaged_packs.py  the blobs of damaged packs that are intact, and the chunks that are lost

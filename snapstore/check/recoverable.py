@@ -64,9 +64,14 @@ def _recover(context: Context, scan: RecordScan, key: str) -> tuple[Snapshot, st
     if cached is not None:
         return cached.revised(), f"its record is written again, from the index, as revision {cached.revision + 1}"
     lost = stand_in(key)
+    joined = scan.pages.joined.get(lost.run)
+    of_page = joined.record_of(lost.id) if joined is not None else None
     for before in range(lost.revision - 1, -1, -1):
         earlier_key = msgspec.structs.replace(lost, revision=before).key
-        earlier = tried(context.store, partial(read_small, context.store, Snapshot, earlier_key))
+        is_joined = of_page is not None and of_page.revision == before
+        earlier = (
+            of_page if is_joined else tried(context.store, partial(read_small, context.store, Snapshot, earlier_key))
+        )
         if earlier is not None:
             return _after(context, scan, earlier, lost.revision) or _reconstructed(context, scan, key, earlier)
     return None if lost.revision else _reconstructed(context, scan, key, None)
@@ -119,7 +124,7 @@ def _reconstructed(
         if found is None:
             continue
         refs, manifests = found
-        if earlier is None or earlier.state == ABORTED:  # then only a copy can have followed
+        if earlier is None or earlier.state == ABORTED or not earlier.write_id:
             record, whence = _record_of(context, scan, key, earlier, made, refs, manifests)
         else:
             record = msgspec.structs.replace(

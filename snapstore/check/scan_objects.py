@@ -341,7 +341,7 @@ class _ObjectScanner:
             try:
                 snapshot = read_small(self._store, Snapshot, key)
             except (*DAMAGE, StorageError):
-                return snapshot
+                return self._context.index.pages.newest(snapshot)
 
     def _read_manifests(
         self, snapshot: Snapshot

@@ -15,12 +15,21 @@ from typing import Any, TypeVar
 from ..catalog import policy_store
 from ..catalog.history import View, misnumbered
 from ..catalog.needed_keys import needed_keys
+from ..catalog.pages import repeated_by_pages, void_records
 from ..catalog.read_twice import answers, exists, listed, tried
 from ..catalog.record_listing import later_snapshots
 from ..context import Context
 from ..errors import DAMAGE, FormatError, IntegrityError, NotFoundError, StorageError, UnknownFormatError
 from ..format import records
-from ..format.keys import is_note, lost_names, pack_key, parse_policy_key, parse_record_key, quarantined_names
+from ..format.keys import (
+    is_note,
+    lost_names,
+    pack_key,
+    parse_page_key,
+    parse_policy_key,
+    parse_record_key,
+    quarantined_names,
+)
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Done, Lost, Mark, Quarantine, Session, Snapshot, Wait
 from ..protocol.gc import OBJECT_NAME
 from ..protocol.notes import MARK_LIMIT_BYTES
@@ -28,6 +37,7 @@ from ..storage.base import ObjectInfo, ObjectStore
 from ..storage.os_errors import is_withheld
 from ..text import strip_hint
 from .report import ACCEPT, COPY, REBUILD, REPAIR, REPAIR_CHUNKS, Findings, Problem, stand_in
+from .scan_pages import PageScan, scan_pages
 
 T = TypeVar("T")
 _NOTES = {".mark": Mark, ".wait": Wait, ".done": Done, ".quarantine": Quarantine, ".lost": Lost}
@@ -55,6 +65,7 @@ class RecordScan:
         quarantined: keys of those packs.
         noted_blobs: pack -> offsets of the blobs that its notes call misbuilt.
         noted_lost: ids of the snapshots that a note says lack a manifest.
+        pages: what pages say.
     """
 
     problems: tuple[Problem, ...]
@@ -73,6 +84,7 @@ class RecordScan:
     quarantined: frozenset[str]
     noted_blobs: Mapping[str, frozenset[int]]
     noted_lost: frozenset[str]
+    pages: PageScan
 
     def with_ruling(self, snapshots: Iterable[Snapshot]) -> RecordScan:
         """Return a copy in which these revisions rule, and their records can be read."""
@@ -144,6 +156,7 @@ class _RecordScanner:
         self._unknown: set[str] = set()
         self._vanished: list[str] = []
         self._damaged_small: list[str] = []
+        self._pages = PageScan({})
         self._noted_blobs: dict[str, set[int]] = {}
 
     def scan(self) -> RecordScan:
@@ -176,6 +189,7 @@ class _RecordScanner:
             quarantined=frozenset(quarantined_names(notes)),
             noted_blobs={key: frozenset(offsets) for key, offsets in self._noted_blobs.items()},
             noted_lost=frozenset(lost_names(info.key for info in of_gc)),
+            pages=self._pages,
         )
 
     def _list_objects(self) -> None:
@@ -252,8 +266,17 @@ class _RecordScanner:
         for key in [key for key in infos if parse_record_key(key) is None]:
             self._findings.stray("record", key)
             del infos[key]
-        for key, why in later_snapshots(infos.values()).items():
+        self._pages = scan_pages(self._store, self._findings) if self._index.pages.exist else PageScan({})
+        joined = self._pages.joined
+        known = {key: why for key, why in (view.damaged if view is not None else {}).items() if parse_page_key(key)}
+        gone = known.keys() - {key for one in joined.values() for key in one.damaged}
+        self._pages = replace(self._pages, gone=tuple(sorted(gone)))
+        for key in self._pages.gone:
+            self._findings.problem("index", key, known[key], command=ACCEPT)
+        for key, why in (later_snapshots(infos.values()) | repeated_by_pages(infos, joined)).items():
             self._findings.problem("record", key, why, command="")
+            del infos[key]
+        for key in void_records(infos, joined):
             del infos[key]
         decided: set[str] = set()  # ids of the snapshots whose ruling revision was read, or could not be
         for key in sorted(infos, key=lambda key: (int(key.rpartition(".")[2]), key), reverse=True):
@@ -281,6 +304,16 @@ class _RecordScanner:
                     self._compare_with_index(found, view)
                     self._read_metadata(found)
             decided.add(name)
+        for one in joined.values():
+            for name, (key, why) in one.unknown.items():
+                if name not in decided:
+                    self._unknown.add(key)
+                    self._findings.problem("record", key, why, command="")
+            rest = {s.id: s for s in (*one.live.values(), *one.grave_records()) if s.id not in decided}
+            self._ruling |= rest
+            for found in rest.values():
+                self._compare_with_index(found, view)
+                self._read_metadata(found)
         for key, why in misnumbered(self._ruling.values()).items():
             self._misnumbered[key] = self._ruling.pop(stand_in(key).id)
             self._report_damaged_record(key, IntegrityError(why), rules=True)

@@ -296,7 +296,7 @@ class Copier:
             StorageError: the destination failed.
         """
         there.require_record(snapshot.id)
-        record = create(self._target.store, self._begun(snapshot, here, there, begun))
+        record = create(self._target, self._begun(snapshot, here, there, begun))
         self._target.index.add(record)
         return record
 

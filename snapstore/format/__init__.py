@@ -8,6 +8,7 @@ hashing.py    the digest of a chunk (seeded XXH3-128), and the checksum of store
 blobs/        a chunk as stored: planes, codecs, blobs, packs
 manifests/    the tensors of a part of a snapshot, and where their chunks lie
 records.py    config, records, sessions, policies and gc's notes, and their envelope
+pages.py      many records of a run in one object
 open_maps.py  keep the map keys that this release does not know
 keys.py       the keys of all objects in the store
 """

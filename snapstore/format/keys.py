@@ -17,6 +17,10 @@ _QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})(?:\.[0-9a-f]{32})?\.quarantine"
 _NOTE_OF_GC = re.compile(r"gc/[0-9a-f]{32}\.(mark|wait|done)")
 _LOST_KEY = re.compile(r"gc/([0-9a-f]{32})\.lost")
 _POLICY_KEY = re.compile(rf"policies/({NAME.pattern})\.(0|[1-9]\d{{0,8}})")
+#: Pages have numbers below this; a thousand of them are in one folder.
+MAX_PAGES = 10**9
+_PAGE_KEY = re.compile(rf"pages/({NAME.pattern})/(\d{{6}})/(\d{{3}})")
+_VOLUME_KEY = re.compile(rf"volumes/({NAME.pattern})/(\d{{9}})-(\d{{9}})\.([0-9a-f]{{32}})")
 _NEXT_DIGIT = dict(zip("012345678", "123456789", strict=True))
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
 
@@ -45,6 +49,33 @@ def parse_record_key(key: str) -> tuple[str, int, str, int] | None:
     """Return (run, step, id, revision) of a record's key, None for any other key."""
     match = _RECORD_KEY.fullmatch(key)
     return (match[1], int(match[2]), match[3], int(match[4])) if match else None
+
+
+def page_key(run: str, number: int) -> str:
+    """Return the key of a page."""
+    return f"{pages_prefix(run)}{number // 1000:06d}/{number % 1000:03d}"
+
+
+def pages_prefix(run: str | None = None) -> str:
+    """Return the prefix of the keys of a run's pages; None: of all pages."""
+    return f"pages/{run}/" if run is not None else "pages/"
+
+
+def parse_page_key(key: str) -> tuple[str, int] | None:
+    """Return (run, number) of a page's key, None for any other key."""
+    match = _PAGE_KEY.fullmatch(key)
+    return (match[1], int(match[2]) * 1000 + int(match[3])) if match else None
+
+
+def volume_key(run: str, first: int, last: int, volume_id: str) -> str:
+    """Return the key of a volume of the pages `first` to `last`."""
+    return f"volumes/{run}/{first:09d}-{last:09d}.{volume_id}"
+
+
+def parse_volume_key(key: str) -> tuple[str, int, int] | None:
+    """Return (run, first page, last page) of a volume's key, None for any other key."""
+    match = _VOLUME_KEY.fullmatch(key)
+    return (match[1], int(match[2]), int(match[3])) if match and int(match[2]) <= int(match[3]) else None
 
 
 def parse_policy_key(key: str) -> tuple[str, int] | None:

@@ -53,6 +53,8 @@ RANKS, STRIDES, PARAMETER_SHAPES, XOR = "ranks", "strides", "parameter_shapes", 
 #: The features of records and manifests that this release knows.
 KNOWN_FEATURES = frozenset({RANKS, STRIDES, PARAMETER_SHAPES, XOR})
 
+#: The feature of a config: records may be joined into pages (pages.py).
+PAGES = "pages"
 #: The reason in a record that a repair reconstructed from manifests alone; these words are part of the format.
 #: Metrics in the repr of a snapshot.
 METRICS_SHOWN = 5
@@ -389,7 +391,12 @@ def key_of(value: SmallObject) -> str:
 def encode(value: SmallObject) -> bytes:
     """Return the object's bytes as stored."""
     payload = open_maps.encode(value, "manifests") if isinstance(value, Snapshot) else _ENCODER.encode(value)
-    head = ENVELOPE.pack(MAGIC, _KINDS[type(value)], FORMAT_VERSION, 0, len(payload), 0)[:16]
+    return enveloped(_KINDS[type(value)], payload)
+
+
+def enveloped(kind: int, payload: bytes) -> bytes:
+    """Return the bytes of an object of a kind (docs/format.md, "Envelope")."""
+    head = ENVELOPE.pack(MAGIC, kind, FORMAT_VERSION, 0, len(payload), 0)[:16]
     return head + xxhash.xxh3_64_intdigest(head + payload).to_bytes(8, "little") + payload
 
 
@@ -416,6 +423,23 @@ def unpack(data: bytes, kind: type[Small], key: str) -> Small:
         UnknownFormatError: its checksum holds, but it has another format version or feature, or does not decode.
         IntegrityError: it is cut short or altered.
     """
+    payload = payload_of(data, _KINDS[kind], kind.__name__, key)
+    try:
+        if kind is Snapshot:
+            require_known_features(payload, key)
+        found = msgpack_decoder(kind).decode(payload)
+        if isinstance(found, Snapshot):
+            found = open_maps.with_unknown(found, payload, "manifests")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UnknownFormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
+    if isinstance(found, Snapshot):
+        _check_sizes(found, key)
+        found = msgspec.structs.replace(found, metadata_node=found.metadata_node.copy())  # else it keeps all the bytes
+    return found
+
+
+def payload_of(data: bytes, kind: int, name: str, key: str) -> bytes:
+    """Return the payload of an object of a kind, whose name is for the error; raises as `unpack` does."""
     if len(data) < ENVELOPE.size:
         raise IntegrityError(f"{key}: {len(data)} bytes, expected at least {ENVELOPE.size}: the object is cut short")
     magic, got_kind, version, _, length, checksum = ENVELOPE.unpack_from(data)
@@ -435,20 +459,9 @@ def unpack(data: bytes, kind: type[Small], key: str) -> Small:
             f"{key}: checksum mismatch: expected {checksum:016x}, got {got:016x}: the object is damaged; "
             "run 'snapstore check'"
         )
-    if got_kind != _KINDS[kind]:
-        raise FormatError(f"{key}: object kind {got_kind}, expected {_KINDS[kind]} ({kind.__name__})")
-    try:
-        if kind is Snapshot:
-            require_known_features(payload, key)
-        found = msgpack_decoder(kind).decode(payload)
-        if isinstance(found, Snapshot):
-            found = open_maps.with_unknown(found, payload, "manifests")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UnknownFormatError(f"{key}: {kind.__name__} does not decode: {error}") from error
-    if isinstance(found, Snapshot):
-        _check_sizes(found, key)
-        found = msgspec.structs.replace(found, metadata_node=found.metadata_node.copy())  # else it keeps all the bytes
-    return found
+    if got_kind != kind:
+        raise FormatError(f"{key}: object kind {got_kind}, expected {kind} ({name})")
+    return payload
 
 
 def wrong_version(

@@ -129,7 +129,7 @@ def while_unchanged(context: Context, count: Callable[[dict[str, int], View], T]
 
 
 def _revisions(view: View) -> set[str]:
-    return {snapshot.key for snapshot in view.snapshots(states=None)}
+    return {snapshot.key for snapshot in view.with_records()}
 
 
 def _count(context: Context, sizes: dict[str, int], view: View) -> StatsResult:

@@ -8,6 +8,7 @@ same_repository.py      write and delete only in the repository that was opened
 session.py              a save's claim, and the snapshots that it may build on
 claim.py                the claim of a save or a rewrite, from its session to its record
 revisions.py            the create-only records that follow a snapshot's first one
+joining.py              copy loose records into pages, then delete them
 tags.py                 keep each tag on one snapshot of a run
 forget.py               mark snapshots as forgotten, and bring them back
 gc.py                   delete what no committed snapshot needs: mark, wait, sweep

@@ -296,8 +296,10 @@ class Claim(Putter):
                 if not self._may_land:
                     raise
                 raise of_unknown_outcome(error) from error
+            if ruling.write_id == snapshot.write_id:  # a response may have been lost; the commit was not
+                ruling = self._looked(snapshot)
             if ruling.write_id == snapshot.write_id:
-                return snapshot  # a response may have been lost; the commit was not
+                return snapshot
             raise ConflictError(
                 f"{self.verb} {snapshot.ref}: its record exists already as {ruling.state!r} "
                 f"({ruling.reason or 'by another writer'}); nothing of this {self.verb} was committed; "
@@ -325,6 +327,10 @@ class Claim(Putter):
             got = self.store.get(snapshot.key, limit_bytes=MAX_OBJECT_BYTES)
             found = snapshot if got == data else records.decode(got, Snapshot, snapshot.key)
         except (NotFoundError, FormatError, IntegrityError) as error:
+            joined = self._context.index.pages.joined_as(snapshot) if isinstance(error, NotFoundError) else None
+            if joined is not None:  # a gc has fenced this claim, and joined the record: its key is free again
+                self._may_land, self._found = False, joined
+                return joined
             if isinstance(failure, StorageFullError) and isinstance(error, NotFoundError):
                 self._may_land = earlier  # the store has answered: this PUT will not land later
             if isinstance(failure, StorageError):
@@ -333,6 +339,51 @@ class Claim(Putter):
             raise StorageError(f"{snapshot.key}: {answer}, but the read-back differs: {error}") from error
         self._may_land, self._found = False, found
         return found
+
+    def _looked(self, snapshot: Snapshot) -> Snapshot:
+        """Return which record counts after ours was stored under the key: if the key was free, a page may rule.
+
+        A gc's fence may have been joined and deleted. A joiner leaves alone what a session announces, so a save asks
+        for its session and for the next page. Whoever has no session any more, or revises a record, lists pages, too.
+
+        Raises:
+            StorageError: the store failed: the outcome is unknown.
+        """
+        if not self._context.index.pages.exist:
+            return snapshot
+        for attempt in range(1, COMMIT_ATTEMPTS + 1):
+            try:
+                is_there = not snapshot.revision and self._has_session()
+                joined = self._context.index.pages.look(self.run, list_too=not is_there)
+                if is_there and joined is not None and not joined.makes_void(snapshot):
+                    return snapshot
+                return self._in_pages(snapshot)
+            except SnapstoreError as error:
+                if attempt == COMMIT_ATTEMPTS or not isinstance(error, StorageError):
+                    self._may_land, self._found = True, None
+                    raise of_unknown_outcome(error) from error
+                time.sleep(0.05 * 4 ** (attempt - 1))
+        raise AssertionError("unreachable")
+
+    def _has_session(self) -> bool:
+        """Return whether one answer shows the session."""
+        try:
+            return self.store.get(self._session_key, limit_bytes=MAX_OBJECT_BYTES) == self._announced
+        except (NotFoundError, FormatError, IntegrityError):
+            return False
+
+    def _in_pages(self, found: Snapshot) -> Snapshot:
+        """Return the record that rules, if a page makes void the one that was found under the key; else that one.
+
+        Raises:
+            IntegrityError: a page is damaged, so it is not known.
+            StorageError: the store failed.
+        """
+        joined = self._context.index.pages.look(self.run)
+        if joined is None or (not joined.damaged and not joined.makes_void(found)):
+            return found
+        self._context.index.pages.require_whole(self.run)
+        return joined.record_of(found.id) or found.revised()
 
     def settle(self) -> Snapshot:
         """Return the record that the key of a claim holds which has ended; make sure that it has one.
@@ -346,7 +397,7 @@ class Claim(Putter):
             orphaned_sessions.discard(self.id)
             self._release()
         assert self._found is not None
-        return self._found
+        return self._in_pages(self._found)
 
     def has_record(self) -> bool:
         """Return whether the key has a record, which may not be durable.
@@ -369,7 +420,7 @@ class Claim(Putter):
     def _withdraw(self, snapshot: Snapshot, substitute: Snapshot, failure: StorageError) -> None:
         """Make sure that the failed commit can never appear later. Return only if it turns out to have landed."""
         try:
-            ruling = self._create(substitute)
+            ruling = self._in_pages(self._create(substitute))
         except SnapstoreError:
             raise StorageError(
                 f"{self.verb} {snapshot.ref}: the commit failed and could not be rolled back ({failure}); {UNKNOWN}"

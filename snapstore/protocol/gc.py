@@ -43,11 +43,12 @@ from ..format.keys import notes_of_gc
 from ..format.records import FORGOTTEN, SWEPT, Done, Mark, Snapshot, Wait
 from ..storage import progress
 from ..storage.base import ObjectInfo, ObjectStore
-from ..text import brief, counted, some, strip_hint
+from ..text import brief, counted, log, some, strip_hint
 from ..threads import Threads
+from . import joining
 from .liveness import examine, fence_if_dead, listed_sessions
 from .notes import MARK_LIMIT_BYTES, in_quarantine, remove_notes_of_swept, standing_marks
-from .revisions import at_once, hidden_revision, put, retry_conflicts, revise
+from .revisions import at_once, hidden_revision, put, put_revision, retry_conflicts, void
 from .unexplained_objects import find_damaged, find_unexplained, require_explained
 
 DEFAULT_FENCE_AFTER_S = 3600.0
@@ -158,9 +159,13 @@ class _Gc:
     @property
     def store(self) -> ObjectStore:
         """Return the store; raise SnapstoreError if this gc is to stop: it can at each of its steps."""
+        self._may_go_on()
+        return self.context.store
+
+    def _may_go_on(self) -> bool:
         if self.stops():
             raise SnapstoreError("gc was stopped; the next one goes on")
-        return self.context.store
+        return True
 
     def look(self) -> None:
         """Set `result` to what a gc would do."""
@@ -184,12 +189,24 @@ class _Gc:
         else:  # end the sessions of dead processes
             self._still_running(listed_sessions(self.store))
         _remove_old_notes(self.context)
+        if self.most is None:  # else the upkeep of a save does it
+            self._join()
         self.result.waiting_for = sorted(set(self.result.waiting_for))
+
+    def _join(self) -> None:
+        """Join the loose records of all runs; what fails costs only time."""
+        index = self.context.index
+        for run in index.refresh().runs(states=None) if index.pages.exist else ():
+            if index.loose(run) > joining.AT_LEAST and self._may_go_on():
+                try:
+                    joining.join(self.context, run, stops=self.stops)
+                except SnapstoreError as error:
+                    log.warning("run=%s records stay loose: %s", run, error)
 
     def _still_running(self, sessions: Iterable[str]) -> list[str]:
         """Fence the dead ones of some sessions; return the ids of the sessions that still run."""
-        fenced = self.result.fenced
-        return [s for s in sessions if not fence_if_dead(self.store, s, self.fence_after_s, fenced)]
+        context, after_s, fenced = self.context, self.fence_after_s, self.result.fenced
+        return [s for s in sessions if self._may_go_on() and not fence_if_dead(context, s, after_s, fenced)]
 
     def _candidates(self, *, list_twice: bool) -> tuple[View, set[str], dict[str, int]]:
         """Return (the records, the keys that nothing live needs and something explains, the sizes of all objects).
@@ -407,7 +424,9 @@ def _write_swept(context: Context, view: View, doomed: set[str]) -> int:
         # Another error: its manifest is gone, because an earlier sweep died before it wrote this revision.
         if isinstance(keys, SnapstoreError) or not keys.isdisjoint(doomed):
             losing.append(snapshot)
-    at_once(lambda snapshot: revise(context, snapshot, state=SWEPT), losing)
+    swept = at_once(lambda snapshot: put_revision(context, snapshot, state=SWEPT), losing)
+    if lost := void(context, swept):
+        raise ConflictError(f"{lost[0].ref}: another process revised it first; nothing was deleted; try again")
     return len(losing)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..catalog.read_twice import listed, read_small
 from ..catalog.record_listing import repeats_id
+from ..context import Context
 from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError, StorageError
 from ..format import records
 from ..format.keys import parse_record_key, record_key
@@ -95,33 +96,34 @@ def examine(
     return True, session
 
 
-def fence_if_dead(store: ObjectStore, session_id: str, fence_after_s: float, fenced: list[str]) -> bool:
+def fence_if_dead(context: Context, session_id: str, fence_after_s: float, fenced: list[str]) -> bool:
     """Fence a session if it is dead, and append its id to `fenced`; return whether it has ended or is fenced.
 
     Raises:
         StorageError: it cannot be read, or cannot be fenced: nothing proves that its record can no longer appear.
     """
-    ended, dead_session = examine(store, session_id, fence_after_s, redate=True)
+    ended, dead_session = examine(context.store, session_id, fence_after_s, redate=True)
     if dead_session is not None:
-        _fence(store, dead_session)
+        _fence(context, dead_session)
         orphaned_sessions.discard(session_id)
         fenced.append(session_id)
     return ended
 
 
-def _fence(store: ObjectStore, session: Session) -> None:
+def _fence(context: Context, session: Session) -> None:
     """Create the record that blocks a dead session's own record; an object that has the key already blocks it too."""
-    record = _blocking_record(store, session)
+    record = _blocking_record(context, session)
     if record is not None:
         with suppress(IntegrityError, FormatError):  # a damaged object blocks it too
-            create(store, record)
-    store.release(records.key_of(session))
+            create(context, record)
+    context.store.release(records.key_of(session))
 
 
-def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
+def _blocking_record(context: Context, session: Session) -> Snapshot | None:
     """Return the record that blocks a session's record; None if there is none to block.
 
-    For a save it is the save's own record as aborted, for a rewrite a copy of the previous revision.
+    For a save it is the save's own record as aborted, for a rewrite a copy of the previous revision as it rules: from a
+    page rather than from a loose record, which may be void.
 
     Raises:
         IntegrityError, FormatError: the previous revision is damaged.
@@ -130,15 +132,22 @@ def _blocking_record(store: ObjectStore, session: Session) -> Snapshot | None:
     parsed = parse_record_key(session.key)
     if parsed is None:
         return None
+    store = context.store
     run, step, snapshot_id, revision = parsed
     if not revision:
-        if session.id != snapshot_id or repeats_id(session.key, listed(store, "snapshots/")):
+        others = listed(store, "snapshots/").keys() | context.index.pages.keys_of(snapshot_id)
+        if session.id != snapshot_id or repeats_id(session.key, others):
             return None  # the session is forged: the record would hide another snapshot's record
         return aborted(run, step, snapshot_id, "gc gave this save up as dead")
     before = record_key(run, step, snapshot_id, revision - 1)
     with suppress(NotFoundError):
         store.stat(session.key)
         return None
+    context.index.pages.require_whole(run)
+    joined = context.index.pages.look(run)
+    if joined is not None and joined.revision_of(snapshot_id) >= revision - 1:
+        record = joined.record_of(snapshot_id)
+        return record.revised() if record is not None and record.key == before else None  # a later page blocks it
     try:
         return read_small(store, Snapshot, before).revised()
     except NotFoundError as error:

@@ -162,5 +162,6 @@ def remove_note(store: ObjectStore, snapshot: Snapshot) -> None:
 def remove_notes_of_swept(context: Context, keys: Iterable[str]) -> None:
     """Delete, among some keys, the notes of lost manifests whose snapshots are swept, since these cannot come back."""
     if lost := lost_names(keys):
-        swept = {s.id for s in context.index.refresh().snapshots(states=(SWEPT,))}
-        context.store.delete([Lost(id=name, found=0, reason="").key for name in sorted(lost & swept)])
+        view = context.index.refresh()
+        swept = [name for name in sorted(lost) if (found := view.get(name)) is not None and found.state == SWEPT]
+        context.store.delete([Lost(id=name, found=0, reason="").key for name in swept])

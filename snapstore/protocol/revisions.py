@@ -68,14 +68,16 @@ def put(store: ObjectStore, key: str, data: bytes) -> None:
         ) from error
 
 
-def create(store: ObjectStore, record: Snapshot) -> Snapshot:
+def create(context: Context, record: Snapshot) -> Snapshot:
     """Create a record unless its key is taken; return the record that the key holds after that, whatever PUT answered.
+
+    If it was joined at once, and its key is free again, that is the one in a page.
 
     Raises:
         StorageError: the store failed; or, twice, it returns nothing under a key that it reported as stored or taken.
         IntegrityError, FormatError: the record that the key holds is damaged.
     """
-    data = records.encode(record)
+    data, store = records.encode(record), context.store
     for again in (True, False):
         answer = "stored"
         try:
@@ -86,6 +88,8 @@ def create(store: ObjectStore, record: Snapshot) -> Snapshot:
             got = store.get(record.key, limit_bytes=MAX_OBJECT_BYTES)
             return record if got == data else records.decode(got, Snapshot, record.key)
         except NotFoundError as error:
+            if (joined := context.index.pages.joined_as(record)) is not None:
+                return joined
             if not again:
                 raise StorageError(f"{record.key} in {store.url}: {answer}, then not found; try again") from error
         except (FormatError, IntegrityError):
@@ -99,15 +103,46 @@ def revise(context: Context, snapshot: Snapshot, **changes: object) -> Snapshot:
 
     Raises:
         ConflictError: another process created it first; read the records again and decide again.
+        IntegrityError: a page of the run is damaged; nothing was changed.
         StorageError: the store failed, or has not kept it.
     """
+    revision = put_revision(context, snapshot, **changes)
+    if void(context, [revision]):
+        raise _revised_first(snapshot)
+    return revision
+
+
+def put_revision(context: Context, snapshot: Snapshot, **changes: object) -> Snapshot:
+    """Create the next revision of a record, as `revise` does; the caller then looks whether it is `void`."""
+    context.index.pages.require_whole(snapshot.run)
     revision = snapshot.revised(**changes)
-    if create(context.store, revision).write_id != revision.write_id:
-        raise ConflictError(
-            f"{snapshot.ref} (id:{snapshot.id[:12]}): another process revised it first; nothing was changed; try again"
-        )
+    if create(context, revision).write_id != revision.write_id:
+        raise _revised_first(snapshot)
     context.index.add(revision)
     return revision
+
+
+def _revised_first(snapshot: Snapshot) -> ConflictError:
+    return ConflictError(
+        f"{snapshot.ref} (id:{snapshot.id[:12]}): another process revised it first; nothing was changed; try again"
+    )
+
+
+def void(context: Context, made: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return which of some revisions are void, after their PUT: a page has another one in their place, or a later one.
+
+    Their keys were free, because the records there had been joined, and deleted. The page was there before.
+
+    Raises:
+        StorageError: the store failed.
+    """
+    found: list[Snapshot] = []
+    for run in dict.fromkeys(record.run for record in made):
+        joined = context.index.pages.look(run)
+        if joined is not None:
+            of_run = [record for record in made if record.run == run]
+            found += of_run if joined.damaged else [record for record in of_run if joined.makes_void(record)]
+    return found
 
 
 def at_once(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
@@ -156,25 +191,38 @@ def forget(
         StorageError: the store failed, or has a revision that no listing shows.
     """
     done = at_once(lambda s: None if stops() else _forget_one(context, s, policy, reason), chosen)
-    return [snapshot for snapshot in done if snapshot is not None]
+    made = {snapshot.id: snapshot for snapshot in done if snapshot is not None}
+    for lost in void(context, [*made.values()]):
+        current = context.index.refresh(lost.run).get(lost.id)
+        again = _forget_one(context, current, policy, reason, looks=True)
+        if again is None:
+            del made[lost.id]
+        else:
+            made[lost.id] = again
+    return [*made.values()]
 
 
-def _forget_one(context: Context, snapshot: Snapshot, policy: str, reason: str) -> Snapshot | None:
+def _forget_one(
+    context: Context, current: Snapshot | None, policy: str, reason: str, *, looks: bool = False
+) -> Snapshot | None:
     """Forget one snapshot; return None if it was tagged or revised to another state.
+
+    Args:
+        looks: whether to look if the revision is void; else the caller does.
 
     Raises:
         StorageError: it has a revision that no listing shows.
     """
-    current: Snapshot | None = snapshot
 
     def attempt() -> Snapshot | None:
         nonlocal current
         if current is None or current.state != COMMITTED or current.tags:
             return None
         try:
-            return revise(context, current, state=FORGOTTEN, policy=policy, reason=reason)
+            put = revise if looks else put_revision
+            return put(context, current, state=FORGOTTEN, policy=policy, reason=reason)
         except ConflictError:
-            current = context.index.refresh(snapshot.run).get(snapshot.id)
+            current = context.index.refresh(current.run).get(current.id)
             raise
 
     return retry_conflicts(attempt, lambda error: hidden_revision(context.store, error))

@@ -102,7 +102,7 @@ def find_unexplained(context: Context, view: View, sizes: Mapping[str, int], ses
         if not isinstance(keys, SnapstoreError):
             left -= keys
     if left:
-        left -= {key for snapshot in view.snapshots(states=None) for key in snapshot.named_keys}
+        left -= {key for snapshot in view.with_records() for key in snapshot.named_keys}
     for kind in ("manifests/", "packs/"):  # an explained manifest explains what it names
         chosen = sorted(key for key in left if key.startswith(kind))
         for key, origin in _origins(context, {key: sizes[key] for key in chosen}).items():

@@ -63,13 +63,17 @@ from ..errors import (
 from ..format import records
 from ..format.keys import UNKNOWN_RUN, lost_names, quarantined_names
 from ..format.records import ABORTED, COMMITTED, FORGOTTEN, Config, Lost, Quarantine, Session, Snapshot
-from ..protocol import gc, liveness, revisions
+from ..protocol import gc, joining, liveness, revisions
 from ..protocol.notes import put_note
 from ..text import log, strip_hint
 from .heal import Healer, Healing, renew_list
 from .report import RepairAction, RepairResult
 
 _STATES = (COMMITTED, FORGOTTEN)
+#: The advice for pages that only the index knows.
+ACCEPT_PAGES = (
+    "put the page back; or, if an older repository was put back, run 'snapstore index rebuild --forget-missing'"
+)
 
 
 def repair(context: Context, *, level: str, apply: bool, drop: bool, purge: bool) -> RepairResult:
@@ -120,6 +124,7 @@ class _Repair:
             message = f"config: is written again: chunks of {config.chunk_bytes} bytes, digest seed of the manifests"
             self._do("config", "config", message, partial(self._replace_config, config))
         self._records = scan_records(self._context)
+        self._mend_pages()
         self._write_vanished_records()
         self._write_damaged_records(drop)
         self._scan = scan_objects(self._context, self._records, self._level)
@@ -140,7 +145,9 @@ class _Repair:
             self._purge()
         self._leave_open()
         self._explain_helps()
-        if not self._records.outdated:
+        if gone := self._records.pages.gone:
+            self._report.open.append(f"{gone[0]}: is gone, and only the index knows what it said; {ACCEPT_PAGES}")
+        if not self._records.outdated and not gone:
             self._do("index", "index", "the index is rebuilt from the objects", self._index.rebuild)
 
     def _leave_open(self) -> None:
@@ -245,7 +252,7 @@ class _Repair:
 
     def _put(self, record: Snapshot) -> None:
         """Create a record; if its key exists already, it must hold this record."""
-        if revisions.create(self._store, record).write_id != record.write_id:
+        if revisions.create(self._context, record).write_id != record.write_id:
             raise ConflictError(f"{record.key}: another process has created it")
         self._index.add(record)
 
@@ -298,8 +305,19 @@ class _Repair:
         name = key.removeprefix("sessions/")
         if re.fullmatch(r"[0-9a-f]{32}", name) and self._index.refresh().get(name) is None:
             record = liveness.aborted(UNKNOWN_RUN, 0, name, "a repair has removed its damaged session")
-            revisions.create(self._store, record)
+            revisions.create(self._context, record)
         self._store.delete([key])
+
+    def _mend_pages(self) -> None:
+        """Give the records of damaged pages to later ones, and remove volumes that are no copies."""
+        for one in self._records.pages.joined.values():
+            for key in one.damaged:
+                message = f"{key}: its records are in another page"
+                self._do("mend", key, message, partial(joining.mend, self._context, key))
+        for key in self._records.pages.bad_volumes:
+            self._do(
+                "remove", key, f"{key}: is removed; the next join makes another", partial(self._store.delete, [key])
+            )
 
     def _note(self, key: str, why: str) -> Quarantine:
         blobs = sorted(self._scan.packs.misbuilt.get(key, ()))  # not altered blobs: a copy may replace them

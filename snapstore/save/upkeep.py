@@ -1,4 +1,4 @@
-"""Upkeep: what follows a commit: forget by the policies, then gc. One look at the store serves both.
+"""Upkeep: what follows a commit: forget by the policies, then gc, then join records. One look serves the first two.
 
 A save forgets and sweeps at most AT_ONCE snapshots, so that the first policy on a long run does not hold up the saves
 that follow; the next save goes on, and `close` does what is left.
@@ -14,6 +14,7 @@ from .. import retention
 from ..context import Context
 from ..errors import CapabilityError, IntegrityError, SnapstoreError
 from ..format.records import Snapshot
+from ..protocol import joining
 from ..protocol.forget import HELD_AT_MOST, Bounds, forget, may_forget
 from ..protocol.gc import Look, collect
 from ..protocol.same_repository import confirmed
@@ -43,17 +44,24 @@ class Upkeep:
         self._context, self._run, self._stops, self._held = context, run, stops, held
         self.error: BaseException | None = None
         self.is_left, self._pid = False, os.getpid()
+        self._join_at = joining.AT_LEAST
         self._staying = set[str]()  # the keys of records that the last look has left, because they are damaged or gone
 
+    def follows(self, keep: Sequence[retention.Policy]) -> bool:
+        """Return whether there is something to do after each commit."""
+        return bool(keep) or self._context.index.pages.exist
+
     def retain(self, keep: Sequence[retention.Policy], *, bounded: bool = True) -> None:
-        """Forget by the policies, then run gc. A failure costs only space, so it is logged: the next save tries again.
+        """Forget by the policies, run gc, join records. A failure costs only space: the next save tries again.
 
         Args:
             bounded: forget and sweep at most AT_ONCE snapshots.
         """
         self.error = None
         try:
-            self._forget_and_collect(keep, AT_ONCE if bounded else None)
+            if keep:
+                self._forget_and_collect(keep, AT_ONCE if bounded else None)
+            self._join()
         except Exception as error:  # noqa: BLE001  raised at the caller's next call, but not by `save`
             self.is_left = False
             if isinstance(error, SnapstoreError) and not isinstance(error, IntegrityError):
@@ -91,6 +99,19 @@ class Upkeep:
             self.is_left = left > 0
             gone = {snapshot.id for snapshot in done.forgotten}
             self._staying = {s.key for s in going or () if not done.left and s.id not in gone and s.id not in held}
+
+    def _join(self) -> None:
+        """Join loose records, if there are enough; if they cannot be joined, wait until there are twice as many."""
+        loose = self._context.index.loose(self._run)
+        if loose <= self._join_at or self._stops():
+            return
+        self._join_at = 2 * loose
+        try:
+            with confirmed(self._context):
+                joining.join(self._context, self._run, stops=self._stops)
+            self._join_at = joining.AT_LEAST + self._context.index.loose(self._run)
+        except SnapstoreError as error:
+            log.warning("run=%s records stay loose: %s", self._run, error)
 
     def _is_likely(self, going: Sequence[Snapshot], held: Container[str]) -> bool:
         """Return whether something of `going` is likely to be forgotten."""

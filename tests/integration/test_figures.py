@@ -19,8 +19,7 @@ import torch
 
 from kit.samples import THOROUGH
 from kit.tally import tally
-from snapstore import KeepLast, Repository
-from snapstore.catalog import index
+from snapstore import KeepLast, Repository, threads
 
 TOOLS = Path(__file__).parents[2] / "tools"
 PATIENCE_S = 600  # judges a hang
@@ -72,7 +71,7 @@ def thousand_snapshots(folder: str, snapshots: int, chunks: int) -> None:
 
 def cost_of(folder: str, verb: str) -> tuple[int, float]:
     """Return (peak of the allocated memory [bytes], CPU time of this process [s])."""
-    index.SLOW_S = 60.0  # on a busy machine some headers would be read 16 at a time
+    threads.SLOW_S = 60.0  # on a busy machine some headers would be read 16 at a time
     verbs: dict[str, Callable[[Repository], Any]] = {
         "log": lambda repository: repository.snapshots(),
         "forget": lambda repository: repository.forget([KeepLast(10)], run="r"),

@@ -232,7 +232,8 @@ def test_the_record_of_a_save_that_died_in_the_destination_has_no_place_in_the_o
         repository.copy(["a@1"], to=target)
         repository.copy(["a@2"], to=target)
         repository.save(values("a", 3), run="a", step=3)
-        create(target, aborted("a", 9, records.new_id(), "gc gave this save up as dead"))
+        with opened(target) as there:
+            create(there.context, aborted("a", 9, records.new_id(), "gc gave this save up as dead"))
         repository.copy(to=target, run="a")
     assert steps_in(target) == [1, 2, 3]
 

@@ -41,6 +41,7 @@ from snapstore import (
 from snapstore.catalog import policy_store
 from snapstore.catalog.lmdb_file import Environment
 from snapstore.format.manifests import manifest
+from snapstore.protocol.claim import UNKNOWN
 from snapstore.storage.base import ObjectStore
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -361,7 +362,7 @@ def check_outcome(verb: str, before: dict[str, Any], inner: ObjectStore, outcome
         return
     if isinstance(outcome, SnapstoreError):
         assert isinstance(outcome, StorageError), f"{about}: {outcome!r}"
-        if "save" in verb and "could not be rolled back" not in str(outcome):
+        if "save" in verb and UNKNOWN not in str(outcome):
             assert not new, f"{about}: reported as failed, yet committed: {outcome}"
     elif verb in MAY_ADD:
         assert new == {outcome.id}, about

@@ -27,7 +27,7 @@ from kit.processes import environment, run_python
 from kit.repositories import OPTIONS, check_restores, index_of, opened, save, snapshot_of
 from kit.s3_stores import fresh_url, moto_bucket, needs_server
 from kit.samples import SEED, THOROUGH
-from snapstore import IntegrityError, KeepBest, KeepLast, Repository, StorageError
+from snapstore import IntegrityError, KeepBest, KeepLast, Repository, StorageError, threads
 from snapstore.catalog import index as index_module
 from snapstore.catalog.lmdb_file import Environment
 from snapstore.format.records import Snapshot, encode
@@ -926,7 +926,7 @@ def test_a_cold_index_keeps_what_it_has_read(many, monkeypatch, tmp_path):
 def test_a_cold_gc_reads_headers_several_at_a_time(many, monkeypatch, tmp_path):
     """A first gc reads each header once, also of forgotten snapshots, several at a time; a second gc reads none."""
     monkeypatch.setattr(index_module, "HEADERS_IN_MEMORY", 16)
-    monkeypatch.setattr(index_module, "SLOW_S", 0.0)  # as if the store were far away
+    monkeypatch.setattr(threads, "SLOW_S", 0.0)  # as if the store were far away
     store = counting(many)
     index = index_module.Index(store, "0" * 32, tmp_path)
     index.refresh()
@@ -934,7 +934,7 @@ def test_a_cold_gc_reads_headers_several_at_a_time(many, monkeypatch, tmp_path):
     result = gc.collect(SimpleNamespace(store=store, index=index))
     headers = [key for key in store.read if key.startswith("manifests/")]
     assert len(headers) == len(set(headers)) == 3 * 40
-    assert store.wanted <= store.highest <= index_module.READ_THREADS
+    assert store.wanted <= store.highest <= threads.READ_THREADS
     assert result.deleted_objects > 0
     store.read = []
     gc.collect(SimpleNamespace(store=store, index=index))

@@ -374,6 +374,14 @@ def proven_header(data: bytes, ref: ManifestRef) -> ManifestHeader:
     return header
 
 
+def header_or_error(data: bytes, ref: ManifestRef) -> ManifestHeader | FormatError | IntegrityError:
+    """Return the header of a manifest, or the error if the bytes do not match the reference."""
+    try:
+        return proven_header(data, ref)
+    except (FormatError, IntegrityError) as error:
+        return error
+
+
 def ref_of(data: bytes) -> ManifestRef:
     """Return the reference by which a record names a manifest, from all its bytes."""
     head = header_bytes(data)

@@ -15,9 +15,9 @@ from ...context import Context
 from ...distributed import messages
 from ...distributed.base import RESTART, ChannelError
 from ...distributed.messages import REPLACED, Outcome
-from ...errors import DAMAGE, RanksError, SnapstoreError, StorageError
+from ...errors import DAMAGE, NotFoundError, RanksError, SnapstoreError, StorageError
 from ...format import records
-from ...format.keys import record_key
+from ...format.keys import parse_record_key, record_key
 from ...format.records import ABORTED, MAX_OBJECT_BYTES, Snapshot
 from ...protocol.liveness import aborted
 from ...protocol.revisions import create
@@ -80,8 +80,11 @@ def read_or_abort(context: Context, request: SaveRequest, save_id: str, rank: in
     reason = f"rank {rank} {NO_OUTCOME}: {why}"[:500]
     key = record_key(request.run, request.step, save_id, 0)
     try:
-        record = create(context.store, aborted(request.run, request.step, save_id, reason))
+        record = create(context, aborted(request.run, request.step, save_id, reason))
         context.store.sync(f"snapshots/{request.run}/")  # a record that is there but not durable must not count
+        joined = context.index.pages.look(request.run)
+        if joined is not None and joined.makes_void(record):
+            record = joined.record_of(save_id) or record
     except (*DAMAGE, StorageError) as error:
         raise in_save(
             request.ref,
@@ -115,5 +118,13 @@ def read_committed(context: Context, request: SaveRequest, save_id: str, data: b
 
 
 def read_record(context: Context, key: str) -> Snapshot:
-    """Return a record; raise an error of DAMAGE or StorageError if it cannot be read."""
-    return records.decode(context.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
+    """Return a record, loose or of a page; raise an error of DAMAGE or StorageError if it cannot be read."""
+    try:
+        return records.decode(context.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
+    except NotFoundError:
+        parsed = parse_record_key(key)
+        joined = context.index.pages.look(parsed[0]) if parsed is not None else None
+        record = joined.record_of(parsed[2]) if joined is not None and parsed is not None else None
+        if record is None or record.key != key:
+            raise
+        return record

@@ -1,0 +1,455 @@
+"""Pages: what the pages of a run say about its snapshots (docs/design/history.md).
+
+In: the pages and volumes of a store. Out: for each run the highest joined revision of every snapshot: whole records,
+and graves. Pages have numbers without gaps and are never replaced or deleted. So they are complete once a GET of the
+next number answers that there is none, whatever a listing shows; volumes, copies of many pages, only save requests.
+
+A page that is damaged or gone is read from a volume. Without one, all of its records are still loose: nobody deletes
+them before a volume has them too. It counts as damaged in both cases: no gc, join or revision follows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import numpy as np
+
+from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError
+from ..format import records
+from ..format.keys import name_of_record, page_key, pages_prefix, parse_page_key, parse_record_key, parse_volume_key
+from ..format.pages import (
+    GRAVE,
+    MAX_LIVE_BYTES,
+    MAX_VOLUME_BYTES,
+    Graves,
+    RecordPage,
+    grave_key,
+    grave_record,
+    read_page,
+    read_volume,
+    unpack_pasts,
+)
+from ..format.records import Snapshot
+from ..storage.base import ObjectInfo, ObjectStore
+from ..text import log, strip_hint
+from ..threads import Threads
+
+#: The most bytes of a page or a volume as stored.
+PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES = 2 * MAX_LIVE_BYTES, 2 * MAX_VOLUME_BYTES
+#: Pages that are read at once where no volume has them: on S3 each is a round trip.
+PAGES_AT_ONCE = 16
+#: The advice for a page that is gone.
+PUT_BACK_PAGES = (
+    "run 'snapstore repair --apply', or, if an older copy of the repository was put back on purpose, 'snapstore index "
+    "rebuild --forget-missing'"
+)
+#: A grave, and where its past is: the number of its page, and its place there.
+HELD = np.dtype([*GRAVE.descr, ("page", "<u4"), ("at", "<u2")])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joined:
+    """What the pages of a run say. It never changes: another page makes another one.
+
+    Attributes:
+        count: how many pages there are.
+        live: id -> the committed or forgotten record.
+        unknown: id -> (key, why) of records that this release cannot decode.
+        graves: rows of `HELD` of all others, in order of their ids.
+        pasts: the packed pasts of the graves of each page, by its number.
+        seqs: some numbers of the graves, by which `records.highest_seq` finds the highest one.
+        damaged: key -> why, of pages that are damaged or gone, whatever their volumes have.
+        mended: keys of damaged pages whose records a later page has.
+    """
+
+    run: str
+    count: int = 0
+    live: Mapping[str, Snapshot] = field(default_factory=dict)
+    unknown: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    graves: Graves = field(default_factory=lambda: np.empty(0, HELD))
+    pasts: Mapping[int, bytes] = field(default_factory=dict)
+    seqs: tuple[int, ...] = ()
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    mended: frozenset[str] = frozenset()
+
+    def grave(self, snapshot_id: str) -> np.void | None:
+        """Return the grave of a snapshot; None: it has none here."""
+        name = np.array([bytes.fromhex(snapshot_id)], "S16")
+        at = int(np.searchsorted(self.graves["id"], name[0]))
+        is_there = at < len(self.graves) and self.graves["id"][at] == name[0]
+        return self.graves[at] if is_there else None
+
+    def grave_record(self, snapshot_id: str) -> Snapshot | None:
+        """Return what is left of a snapshot's record; None: it has no grave here."""
+        row = self.grave(snapshot_id)
+        return None if row is None else next(self._records(np.array([row])))
+
+    def grave_records(self) -> Iterator[Snapshot]:
+        """Yield what is left of the record of every grave."""
+        yield from self._records(self.graves)
+
+    def _records(self, rows: Graves) -> Iterator[Snapshot]:
+        pasts = {number: unpack_pasts(self.pasts[number], self.run) for number in np.unique(rows["page"]).tolist()}
+        for row in rows:
+            of_page = pasts[int(row["page"])]
+            past = of_page[row["at"]] if row["at"] < len(of_page) else None
+            if past is not None and isinstance(past.parent, int):
+                past = past._replace(parent=self._of_number(past.parent))
+            yield grave_record(self.run, row, past)
+
+    def _of_number(self, seq: int) -> str | None:
+        """Return the id of the one snapshot with a sequence number; None: there is none, or there are several."""
+        found = [row.tobytes()[:16].hex() for row in self.graves[self.graves["seq"] == seq]]
+        found += [name for name, record in self.live.items() if record.seq == seq]
+        return found[0] if len(found) == 1 else None
+
+    def key_of(self, snapshot_id: str) -> str | None:
+        """Return the key of the highest joined revision of a snapshot; None: no page has any."""
+        if (record := self.live.get(snapshot_id)) is not None:
+            return record.key
+        if snapshot_id in self.unknown:
+            return self.unknown[snapshot_id][0]
+        row = self.grave(snapshot_id)
+        return None if row is None else grave_key(self.run, row)
+
+    def revision_of(self, snapshot_id: str) -> int:
+        """Return the highest joined revision of a snapshot; -1: no page has any."""
+        key = self.key_of(snapshot_id)
+        return -1 if key is None else int(key.rpartition(".")[2])
+
+    def covers(self, key: str) -> bool:
+        """Return whether the record under a key is void: a page has its revision of the snapshot, or a later one."""
+        parsed = parse_record_key(key)
+        return parsed is not None and self.revision_of(parsed[2]) >= parsed[3]
+
+    def makes_void(self, record: Snapshot) -> bool:
+        """Return whether a record that was put is void, as a page has its revision, not by this PUT, or a later one.
+
+        Of a grave the state counts: it has no write id, and its final state is the same whoever has put it.
+        """
+        if self.revision_of(record.id) < record.revision:
+            return False
+        if record.id in self.live:
+            return self.live[record.id].write_id != record.write_id
+        left = self.grave_record(record.id)
+        return left is None or (left.revision, left.state) != (record.revision, record.state)
+
+    def record_of(self, snapshot_id: str) -> Snapshot | None:
+        """Return the highest joined record of a snapshot, or what is left of it; None: there is none that decodes."""
+        return self.live.get(snapshot_id) or self.grave_record(snapshot_id)
+
+    def with_pages(self, pages: Iterable[RecordPage], damaged: Mapping[str, str]) -> Joined:
+        """Return what the pages of the run say with the next ones."""
+        live, unknown, count = dict(self.live), dict(self.unknown), self.count
+        damaged, mended = {**self.damaged, **damaged}, set(self.mended)
+        fresh: dict[str, np.void] = {}
+        pasts = dict(self.pasts)
+
+        def revision_of(name: str) -> int:
+            if name in live:
+                return live[name].revision
+            if name in unknown:
+                return int(unknown[name][0].rpartition(".")[2])
+            return int(fresh[name]["revision"]) if name in fresh else self.revision_of(name)
+
+        def drop(name: str) -> None:
+            for of in (live, unknown, fresh):
+                of.pop(name, None)
+
+        for page in pages:
+            for record in page.live:
+                if record.revision > revision_of(record.id):
+                    drop(record.id)
+                    live[record.id] = record
+            for key, why in page.unknown.items():
+                parsed = parse_record_key(key)
+                if parsed is not None and parsed[3] > revision_of(parsed[2]):
+                    drop(parsed[2])
+                    unknown[parsed[2]] = key, why
+            pasts[page.number] = page.packed_past
+            held = np.empty(len(page.graves), HELD)
+            for name in GRAVE.names or ():
+                held[name] = page.graves[name]
+            held["page"], held["at"] = page.number, np.arange(len(held))
+            for row in held:
+                if int(row["revision"]) > revision_of(name := row.tobytes()[:16].hex()):
+                    drop(name)
+                    fresh[name] = row
+            mended |= {page_key(self.run, number) for number in page.mends}
+            count = max(count, page.number + 1)
+        gone = [name for name in (*live, *unknown, *fresh) if self.grave(name) is not None] if len(self.graves) else []
+        old = self.graves
+        if gone:
+            old = old[~np.isin(old["id"], np.array([bytes.fromhex(name) for name in gone], "S16"))]
+        rows = np.concatenate([old, np.array([*fresh.values()], HELD)])
+        rows = rows[np.argsort(rows["id"], kind="stable")]
+        damaged = {key: why for key, why in damaged.items() if key not in mended}
+        return Joined(self.run, count, live, unknown, rows, pasts, _outer(rows["seq"]), damaged, frozenset(mended))
+
+
+def _outer(seqs: np.ndarray) -> tuple[int, ...]:
+    """Return the first and the last of some numbers, and those beside gaps that no writer leaves."""
+    if not len(seqs):
+        return ()
+    ordered = np.unique(seqs.astype(np.uint64))
+    wide = np.flatnonzero(np.diff(ordered) > records.MAX_SEQ_STEP)
+    return tuple(ordered[np.unique([0, *wide, *(wide + 1), len(ordered) - 1])].tolist())
+
+
+def void_records(keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
+    """Return which of these keys have records that the pages of their runs cover."""
+    return {key for key in keys if (run := key.split("/")[1]) in joined and joined[run].covers(key)}
+
+
+def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict[str, str]:
+    """Return the records that repeat the id of a joined snapshot under another name: key -> why it is left out."""
+    found: dict[str, str] = {}
+    for key in keys if joined else ():
+        parsed = parse_record_key(key)
+        for one in joined.values() if parsed is not None else ():
+            other = one.key_of(parsed[2])  # type: ignore[index]
+            if other is not None and name_of_record(other) != name_of_record(key):
+                found[key] = f"{key}: repeats the id of {other}, which is in a page: it is forged; remove it"
+    return found
+
+
+@dataclass(slots=True)
+class _PagesOfRun:
+    """The pages of one run as this process has read them, and how listings show them."""
+
+    joined: Joined
+    listed: dict[int, tuple[int, float, str]] = field(default_factory=dict)
+
+
+class PageReader:
+    """Reads the pages of one store. Safe to use from several threads.
+
+    Args:
+        takes_volumes: whether volumes may save the reads of pages.
+
+    Attributes:
+        exist: whether the repository may have pages. If not, nothing is read.
+    """
+
+    def __init__(self, store: ObjectStore, *, has_pages: bool = True, takes_volumes: bool = True) -> None:
+        self._store, self.exist, self._takes_volumes = store, has_pages, takes_volumes
+        self._runs: dict[str, _PagesOfRun] = {}
+        self._lock = threading.RLock()
+
+    def known(self, run: str) -> dict[str, Joined]:
+        """Return what the pages of a run say, as far as they were read, by the run; empty: there are no pages."""
+        return {run: self._known(run)} if self.exist else {}
+
+    def _known(self, run: str) -> Joined:
+        return self._runs[run].joined if run in self._runs else Joined(run)
+
+    def some_keys(self, count: int) -> list[str]:
+        """Return the keys of some pages that were read."""
+        return [page_key(run, of.joined.count - 1) for run, of in [*self._runs.items()][:count]]
+
+    def forget(self) -> None:
+        """Read all pages again."""
+        with self._lock:
+            self._runs.clear()
+
+    def look(self, run: str, *, list_too: bool = True, volumes_too: bool = False) -> Joined | None:
+        """Read the pages of a run that are new; None: there are no pages. See `read`."""
+        return self.read(run, list_too=list_too, volumes_too=volumes_too).get(run)
+
+    def joined_as(self, record: Snapshot) -> Snapshot | None:
+        """Return the record that counts in a page in place of one whose key is free; None: no page covers it.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        joined = self.look(record.run)
+        if joined is None or joined.revision_of(record.id) < record.revision:
+            return None
+        return joined.record_of(record.id) if joined.makes_void(record) else record
+
+    def newest(self, record: Snapshot) -> Snapshot:
+        """Return the later revision of a record that a page has; the record itself if none has, or it is not known."""
+        with suppress(StorageError):
+            return self.joined_as(msgspec.structs.replace(record, revision=record.revision + 1)) or record
+        return record
+
+    def keys_of(self, snapshot_id: str) -> set[str]:
+        """Return the keys under which pages of any run have a snapshot.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        return {key for one in self.read(None).values() if (key := one.key_of(snapshot_id)) is not None}
+
+    def require_whole(self, run: str) -> None:
+        """Raise IntegrityError if a page of a run is known to be damaged: then no record of the run may change."""
+        if damaged := self._known(run).damaged:
+            why = strip_hint(next(iter(damaged.values())))
+            raise IntegrityError(f"{why}; nothing was changed; run 'snapstore repair'")
+
+    def read(self, run: str | None, *, list_too: bool = False, volumes_too: bool = False) -> dict[str, Joined]:
+        """Read the pages of a run that are new, until there is no next one; None: the pages of all runs, as listed.
+
+        Args:
+            list_too: list the pages of the run as well: one wrong answer must not mislead who asks.
+            volumes_too: list volumes as well: a page that one of them has was there. Who uses the next number must.
+
+        Returns:
+            What they say, by run; empty: there are no pages.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        if not self.exist:
+            return {}
+        with self._lock:
+            listed = self._listed(run) if run is None or list_too else {}
+            for name in [run] if run is not None else {**listed, **dict.fromkeys(self._runs)}:
+                self._compare(name, listed.get(name, {}) if run is None or list_too else None)
+                least = max(listed.get(name, {}), default=-1) + 1
+                self._read_run(name, least, probe=run is not None, volumes_too=volumes_too)
+            return {name: of.joined for name, of in self._runs.items()} if run is None else self.known(run)
+
+    def copy_of(self, run: str, number: int) -> bytes | None:
+        """Return the bytes of a page as a volume has them; None: none has it.
+
+        Raises:
+            StorageError: the store failed.
+        """
+        return self._of_volume(run, number, self._volumes(run)).get(number)
+
+    def _listed(self, run: str | None) -> dict[str, dict[int, ObjectInfo]]:
+        """Return how listings show pages: by run and number."""
+        found: dict[str, dict[int, ObjectInfo]] = {} if run is None else {run: {}}
+        for info in self._store.list(pages_prefix(run)):
+            if (parsed := parse_page_key(info.key)) is not None:
+                found.setdefault(parsed[0], {})[parsed[1]] = info
+        return found
+
+    def _compare(self, run: str, listed: Mapping[int, ObjectInfo] | None) -> None:
+        """Forget the pages of a run if some were damaged, or if a listing shows others in their place.
+
+        Pages that are gone count as damaged; what they said is not forgotten.
+        """
+        of = self._runs.get(run)
+        if of is None:
+            return
+        shown = {n: (info.size_bytes, info.modified_s, info.tag) for n, info in (listed or {}).items()}
+        others = any(of.listed.get(n, known) != known for n, known in shown.items())
+        missing = [n for n in range(of.joined.count) if n not in shown] if listed is not None else []
+        missing = [n for n in missing if page_key(run, n) not in of.joined.mended]
+        if gone := [page_key(run, n) for n in missing if not self._is_there(run, n)]:
+            lost = {key: f"{key}: is gone: this process has read it; {PUT_BACK_PAGES}" for key in gone}
+            of.joined = replace(of.joined, damaged={**of.joined.damaged} | lost)
+        elif others or (of.joined.damaged and listed is not None):
+            del self._runs[run]
+        else:
+            of.listed |= {n: known for n, known in shown.items() if n < of.joined.count}
+
+    def _is_there(self, run: str, number: int) -> bool:
+        try:
+            self._store.stat(page_key(run, number))
+        except NotFoundError:
+            return False
+        return True
+
+    def _read_run(self, run: str, least: int, *, probe: bool, volumes_too: bool = False) -> None:
+        """Read the next pages of a run: `least` in all; and if `probe`, until there is no next one."""
+        before = self._known(run)
+        pages: list[RecordPage] = []
+        damaged: dict[str, str] = {}
+        number, held = before.count, dict[int, bytes]()
+        first = self._get(run, [number]) if probe and least <= number else {}
+        volumes: list[tuple[int, int, str]] = []
+        if volumes_too or (not number and self._takes_volumes and (least or first.get(number) is not None)):
+            volumes = self._volumes(run)  # many pages may follow
+            least = max([least, *(last + 1 for _, last, _ in volumes)])
+        while number < least:
+            if number not in held and self._takes_volumes:
+                held = self._of_volume(run, number, volumes)
+            ahead = [n for n in range(number, min(least, number + PAGES_AT_ONCE)) if n not in held]
+            found = {n: held[n] for n in range(number, least) if n in held} if not ahead else self._get(run, ahead)
+            number = self._take(run, number, least, {**held, **found}, pages, damaged)
+        while probe:
+            (data,) = first.values() if number in first else self._get(run, [number]).values()
+            if data is None:
+                break
+            number = self._take(run, number, number + 1, {number: data}, pages, damaged)
+        if pages or damaged:
+            joined = before.with_pages(pages, damaged)
+            if joined.count < number:  # the last of them are damaged
+                joined = replace(joined, count=number)
+            self._runs.setdefault(run, _PagesOfRun(joined)).joined = joined
+
+    def _take(
+        self,
+        run: str,
+        number: int,
+        end: int,
+        found: Mapping[int, bytes | SnapstoreError | None],
+        pages: list[RecordPage],
+        damaged: dict[str, str],
+    ) -> int:
+        """Decode pages from a number on; return the number of the next one that was not found here."""
+        while number < end and number in found:
+            key, data = page_key(run, number), found[number]
+            try:
+                if data is None or isinstance(data, SnapstoreError):  # one answer proves nothing
+                    (data,) = self._get(run, [number]).values()
+                if data is None:
+                    raise NotFoundError(f"{key}: is gone: a later page or a volume shows that it was there")
+                if isinstance(data, SnapstoreError):
+                    raise data
+                pages.append(read_page(data, key))
+            except (*DAMAGE, NotFoundError, StorageError) as error:
+                damaged[key] = str(error)
+                log.warning("page %s cannot be used: %s", key, error)
+                if (copy := self.copy_of(run, number)) is not None:
+                    pages.append(read_page(copy, key))
+            number += 1
+        return number
+
+    def _get(self, run: str, numbers: Sequence[int]) -> dict[int, bytes | SnapstoreError | None]:
+        """Return the bytes of pages, or the error of reading each; None: there is none.
+
+        Raises:
+            StorageError: the store cannot be read at all.
+        """
+
+        def get(number: int) -> bytes | SnapstoreError | None:
+            try:
+                return self._store.get(page_key(run, number), limit_bytes=PAGE_LIMIT_BYTES)
+            except NotFoundError:
+                return None
+            except DAMAGE as error:
+                return error
+            except StorageError as error:
+                self._store.get("config", limit_bytes=records.MAX_OBJECT_BYTES)
+                return error
+
+        if len(numbers) == 1:
+            return {numbers[0]: get(numbers[0])}
+        with Threads(PAGES_AT_ONCE) as threads:
+            return dict(zip(numbers, threads.start(get, numbers)(), strict=True))
+
+    def _volumes(self, run: str) -> list[tuple[int, int, str]]:
+        """Return (first, last, key) of the volumes of a run."""
+        found = ((parse_volume_key(info.key), info.key) for info in self._store.list(f"volumes/{run}/"))
+        return [(parsed[1], parsed[2], key) for parsed, key in found if parsed is not None]
+
+    def _of_volume(self, run: str, number: int, volumes: Iterable[tuple[int, int, str]]) -> dict[int, bytes]:
+        """Return the pages of the volume that has this page and most after it; empty if none can be read."""
+        having = [(last, first, key) for first, last, key in volumes if first <= number <= last]
+        for _, first, key in sorted(having, reverse=True):
+            try:
+                pages = read_volume(self._store.get(key, limit_bytes=VOLUME_LIMIT_BYTES), key)
+                for n, data in enumerate(pages, first):
+                    read_page(data, page_key(run, n))
+                return dict(enumerate(pages, first))
+            except (*DAMAGE, NotFoundError, StorageError) as error:  # another process has merged it, or it is damaged
+                log.info("volume %s cannot be used: %s", key, error)
+        return {}

@@ -1,0 +1,235 @@
+"""Joining: copy the loose records of a run into its next page, then delete them (docs/design/history.md).
+
+    look      LIST loose records, LIST sessions after them; leave out what a session announces, the newest committed
+              snapshot, what is damaged, forged or revised meanwhile, and what a page covers already
+    page      PUT the next page, create-only; read it back, and see it in a listing
+    volume    PUT a copy of the last pages, read it back, and read the page once more
+    delete    the loose records that the listing showed, and that pages cover
+
+A joiner may stop anywhere: loose records beside their page are void, and the next one deletes them. No join follows a
+damaged page. A join never matters to a caller: it only makes later listings short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..catalog.history import View
+from ..catalog.pages import PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES, Joined, PageReader
+from ..catalog.read_twice import exists, listed, read_small
+from ..context import Context
+from ..errors import DAMAGE, AlreadyExistsError, NotFoundError, StorageError, UnknownFormatError
+from ..format import records
+from ..format.keys import page_key, parse_page_key, parse_record_key, parse_volume_key, records_prefix
+from ..format.pages import MAX_LIVE_BYTES, make_page, make_volume, read_page
+from ..format.records import MAX_OBJECT_BYTES, Session, Snapshot
+from ..storage.base import ObjectInfo
+from .liveness import PREFIX, listed_sessions
+
+#: A page is made once so many snapshots can be joined; it takes at most MOST of them.
+AT_LEAST, MOST = 64, 256
+#: Each volume covers as many pages, or this many times as many, as one before it.
+GROWTH = 8
+
+
+@dataclass(slots=True)
+class JoinResult:
+    """What a join has done.
+
+    Attributes:
+        snapshots: how many snapshots are in the new pages.
+        pages: how many pages it has put.
+        deleted: how many loose records it has deleted.
+    """
+
+    snapshots: int = 0
+    pages: int = 0
+    deleted: int = 0
+
+
+def join(
+    context: Context, run: str, *, at_least: int | None = None, stops: Callable[[], bool] = lambda: False
+) -> JoinResult:
+    """Join the records of a run, as far as they can be joined now.
+
+    Args:
+        at_least: make a page only of so many snapshots or more; None: AT_LEAST.
+        stops: whether to stop; it is asked before each page.
+
+    Raises:
+        StorageError: the store failed, or does not show what was put.
+        IntegrityError: a page is damaged.
+    """
+    result = JoinResult()
+    while context.index.pages.exist and not stops() and _join_once(context, run, at_least or AT_LEAST, result):
+        pass
+    return result
+
+
+def _join_once(context: Context, run: str, at_least: int, result: JoinResult) -> bool:
+    """Make one page, if there is enough for it; return whether there may be more."""
+    index, store = context.index, context.store
+    view = index.refresh(run)
+    index.pages.require_whole(run)
+    infos = {i.key: i for i in store.list(records_prefix(run)) if parse_record_key(i.key) is not None}
+    busy = _announced(context)  # after the records
+    joined = index.pages.look(run, volumes_too=True)
+    assert joined is not None
+    index.pages.require_whole(run)
+    chosen = _chosen(context, view, infos, busy, joined)
+    is_more = len(chosen) > MOST
+    is_put = len(chosen) >= at_least
+    if is_put:
+        joined = _put_page(context, run, joined.count, chosen[:MOST])
+        if joined is None:
+            return False  # another joiner was faster
+        result.pages += 1
+        result.snapshots += min(MOST, len(chosen))
+    void = sorted(key for key in infos if _id(key) not in busy and joined.covers(key))
+    if not void:
+        return False
+    _hold_in_volumes(context, joined)
+    store.delete(void)
+    index.drop_joined(run)
+    result.deleted += len(void)
+    return is_put and is_more
+
+
+def _announced(context: Context) -> set[str]:
+    """Return the ids of the snapshots whose records sessions announce.
+
+    Raises:
+        StorageError, IntegrityError, FormatError: a session cannot be read, so it is not known what it announces.
+    """
+    found: set[str] = set()
+    for name in listed_sessions(context.store):
+        found.add(name)
+        with suppress(NotFoundError):  # it has ended
+            if parsed := parse_record_key(read_small(context.store, Session, f"{PREFIX}{name}").key):
+                found.add(parsed[2])
+    return found
+
+
+def _chosen(
+    context: Context, view: View, infos: dict[str, ObjectInfo], busy: set[str], joined: Joined
+) -> list[tuple[Snapshot, bytes]]:
+    """Return the records to join with their bytes, the oldest first."""
+    highest: dict[str, tuple[int, str]] = {}
+    for key in infos:
+        _, _, name, revision = parse_record_key(key) or ("", 0, "", 0)
+        highest[name] = max(highest.get(name, (-1, "")), (revision, key))
+    newest = view.newest(view.only_run or "")
+    left_out = busy | {_id(key) for key in (*view.damaged, *view.unread, *view.repeated) if parse_record_key(key)}
+    left_out |= {s.id for s in view.missing} | ({newest.id} if newest is not None else set())
+    found: list[tuple[Snapshot, bytes]] = []
+    for name, (_, key) in highest.items():
+        record = view.get(name)
+        if name in left_out or record is None or record.key != key or joined.covers(key):
+            continue
+        data = records.encode(record)
+        if len(data) != infos[key].size_bytes:  # of another release, which packs otherwise
+            data = context.store.get(key, limit_bytes=MAX_OBJECT_BYTES)
+            record = records.decode(data, Snapshot, key)
+        if len(data) <= MAX_LIVE_BYTES // MOST:
+            found.append((record, data))
+    return sorted(found, key=lambda one: (one[0].seq, one[0].id))
+
+
+def _put_page(context: Context, run: str, number: int, chosen: list[tuple[Snapshot, bytes]]) -> Joined | None:
+    """Put a page, read it back and see it listed; return what the pages say then. None: another joiner's has its key.
+
+    Raises:
+        StorageError: it is not there.
+    """
+    key, data = page_key(run, number), make_page(run, number, chosen)
+    try:
+        context.store.put(key, data)
+    except AlreadyExistsError:
+        with suppress(NotFoundError):
+            if context.store.get(key, limit_bytes=PAGE_LIMIT_BYTES) != data:
+                return None
+    _require_same(context, key, data)
+    joined = context.index.pages.look(run)  # it lists the pages as well
+    if joined is None or joined.count <= number or joined.damaged:
+        raise StorageError(f"{key} in {context.store.url}: was put, and is not found; its records stay as they are")
+    return joined
+
+
+def mend(context: Context, key: str) -> None:
+    """Mend a page that is damaged or gone: a gone one is put again, of a damaged one the next page gets the records.
+
+    They come from a volume. If none has them, they are all still loose.
+
+    Raises:
+        ConflictError: another process has put a page.
+        UnknownFormatError: it has records that only another release can read.
+        StorageError: the store failed.
+    """
+    run, number = parse_page_key(key) or ("", 0)
+    reader = PageReader(context.store, takes_volumes=False)
+    joined, copy = reader.read(run, list_too=True)[run], reader.copy_of(run, number)
+    if key not in joined.damaged:
+        return
+    if copy is not None and not exists(context.store, key):
+        context.store.put(key, copy)
+        return
+    chosen: list[tuple[Snapshot, bytes]] = []
+    if copy is not None:
+        page = read_page(copy, key)
+        if page.unknown:
+            raise UnknownFormatError(f"{next(iter(page.unknown.values()))}; {key} stays damaged")
+        chosen += [(record, records.encode(record)) for record in page.live]
+        chosen += [(record, b"") for record in Joined(run).with_pages([page], {}).grave_records()]
+    context.store.put(page_key(run, joined.count), make_page(run, joined.count, chosen, [number]))
+
+
+def _require_same(context: Context, key: str, data: bytes) -> None:
+    """Raise StorageError unless the store has these bytes under a key."""
+    try:
+        if context.store.get(key, limit_bytes=VOLUME_LIMIT_BYTES) == data:
+            return
+        why = "has other bytes"
+    except (*DAMAGE, NotFoundError) as error:
+        why = str(error)
+    raise StorageError(f"{key} in {context.store.url}: was put, but {why}; its records stay as they are")
+
+
+def _hold_in_volumes(context: Context, joined: Joined) -> None:
+    """Put a volume if one of the pages is in none; then read the pages of this run once more.
+
+    A volume covers as many of the last pages as a power of GROWTH divides their count, and more if some are in none.
+
+    Raises:
+        StorageError: the volume or a page is not there.
+    """
+    store, run, count = context.store, joined.run, joined.count
+    volumes = {key: parsed for key in listed(store, f"volumes/{run}/") if (parsed := parse_volume_key(key))}
+    held = {number for _, first, last in volumes.values() for number in range(first, last + 1)}
+    lacking = [number for number in range(count) if number not in held]
+    if lacking:
+        size = 1
+        while count % (size * GROWTH) == 0:
+            size *= GROWTH
+        first = min(lacking[0], count - size)
+        pages = [_page_bytes(context, run, number) for number in range(first, count)]
+        key, data = make_volume(run, first, pages)
+        store.put(key, data)
+        _require_same(context, key, data)
+        for number in lacking:  # one that was lost meanwhile may have been put again, with other records
+            _require_same(context, page_key(run, number), pages[number - first])
+    again = context.index.pages.look(run)  # its listing shows whether any of the others has changed
+    if again is None or again.damaged or again.count < count:
+        raise StorageError(f"{page_key(run, count - 1)} in {store.url}: is not found; its records stay as they are")
+    if lacking:
+        store.delete(sorted(old for old, (_, a, b) in volumes.items() if a >= first and b < count))
+
+
+def _page_bytes(context: Context, run: str, number: int) -> bytes:
+    return context.store.get(page_key(run, number), limit_bytes=PAGE_LIMIT_BYTES)
+
+
+def _id(key: str) -> str:
+    parsed = parse_record_key(key)
+    return parsed[2] if parsed is not None else ""

@@ -180,8 +180,7 @@ class Index:
             times = 2 if list_twice or self._listed.isdisjoint((None, run)) else 1
             ruling, gone = list_ruling(self._store, self._records, prefix, times)
             joined = self.pages.read(run)  # after the loose records
-            if joined:
-                gone -= self._drop_joined(gone, joined)
+            gone -= self._drop_joined(gone, joined)
             vanished = [copied(self._records[key].snapshot) for key in sorted(gone)]
             self._listed.add(run)
             repeated = repeated_ids(self._store, ruling) | repeated_by_pages(ruling, joined)
@@ -194,6 +193,8 @@ class Index:
             self._note_listing(infos[key] for key in known)
             paused = self._paused(prefix, infos)
             damaged, unread = self._read_records({key: infos[key] for key in infos.keys() - known - paused.keys()})
+            if damaged and void_records(damaged, self.pages.read(run)):  # joined, and deleted, since they were listed
+                return self.refresh(run, list_twice=list_twice)
             unknown = damaged.keys() | (unread := paused | unread).keys()
             others = other_revisions(self._records, unknown, self._get_record) if unknown else None
             shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
@@ -584,8 +585,7 @@ def open_index(store: ObjectStore, config: Config, *, reconstructed: bool) -> In
     folder, temporary = folder_for(store, config.uuid)
     if reconstructed and folder is not None and not temporary:
         folder, temporary = temporary_folder(store)
-    has_pages = records.PAGES in config.features
-    index = Index(store, config.uuid, folder, limit_bytes=MAP_BYTES, temporary=temporary, has_pages=has_pages)
+    index = Index(store, config.uuid, folder, limit_bytes=MAP_BYTES, temporary=temporary, has_pages=config.has_pages)
     if not temporary:
         shrink()
     return index

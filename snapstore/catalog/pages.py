@@ -225,6 +225,10 @@ class _PagesOfRun:
     listed: dict[int, tuple[int, float, str]] = field(default_factory=dict)
 
 
+def _shown(info: ObjectInfo) -> tuple[int, float, str]:
+    return info.size_bytes, info.modified_s, info.tag
+
+
 class PageReader:
     """Reads the pages of one store. Safe to use from several threads.
 
@@ -238,6 +242,7 @@ class PageReader:
     def __init__(self, store: ObjectStore, *, has_pages: bool = True, takes_volumes: bool = True) -> None:
         self._store, self.exist, self._takes_volumes = store, has_pages, takes_volumes
         self._runs: dict[str, _PagesOfRun] = {}
+        self._has_listed_all = False
         self._lock = threading.RLock()
 
     def known(self, run: str) -> dict[str, Joined]:
@@ -255,6 +260,7 @@ class PageReader:
         """Read all pages again."""
         with self._lock:
             self._runs.clear()
+            self._has_listed_all = False
 
     def look(self, run: str, *, list_too: bool = True, volumes_too: bool = False) -> Joined | None:
         """Read the pages of a run that are new; None: there are no pages. See `read`."""
@@ -308,11 +314,25 @@ class PageReader:
             return {}
         with self._lock:
             listed = self._listed(run) if run is None or list_too else {}
-            for name in [run] if run is not None else {**listed, **dict.fromkeys(self._runs)}:
+            of_volumes = self._counts_of_volumes() if run is None and not self._has_listed_all else {}
+            for name in [run] if run is not None else {**listed, **of_volumes, **dict.fromkeys(self._runs)}:
                 self._compare(name, listed.get(name, {}) if run is None or list_too else None)
-                least = max(listed.get(name, {}), default=-1) + 1
+                least = max(max(listed.get(name, {}), default=-1) + 1, of_volumes.get(name, 0))
                 self._read_run(name, least, probe=run is not None, volumes_too=volumes_too)
+                if name in self._runs:
+                    of = self._runs[name]
+                    fresh = {n: _shown(info) for n, info in listed.get(name, {}).items() if n < of.joined.count}
+                    of.listed = fresh | of.listed
+            self._has_listed_all |= run is None
             return {name: of.joined for name, of in self._runs.items()} if run is None else self.known(run)
+
+    def _counts_of_volumes(self) -> dict[str, int]:
+        """Return how many pages each run has at least, as its volumes show."""
+        found: dict[str, int] = {}
+        for info in self._store.list("volumes/"):
+            if (parsed := parse_volume_key(info.key)) is not None:
+                found[parsed[0]] = max(found.get(parsed[0], 0), parsed[2] + 1)
+        return found
 
     def copy_of(self, run: str, number: int) -> bytes | None:
         """Return the bytes of a page as a volume has them; None: none has it.
@@ -338,7 +358,7 @@ class PageReader:
         of = self._runs.get(run)
         if of is None:
             return
-        shown = {n: (info.size_bytes, info.modified_s, info.tag) for n, info in (listed or {}).items()}
+        shown = {n: _shown(info) for n, info in (listed or {}).items()}
         others = any(of.listed.get(n, known) != known for n, known in shown.items())
         missing = [n for n in range(of.joined.count) if n not in shown] if listed is not None else []
         missing = [n for n in missing if page_key(run, n) not in of.joined.mended]
@@ -347,8 +367,6 @@ class PageReader:
             of.joined = replace(of.joined, damaged={**of.joined.damaged} | lost)
         elif others or (of.joined.damaged and listed is not None):
             del self._runs[run]
-        else:
-            of.listed |= {n: known for n, known in shown.items() if n < of.joined.count}
 
     def _is_there(self, run: str, number: int) -> bool:
         try:

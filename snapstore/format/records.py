@@ -77,6 +77,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     created: float
     writer: str
 
+    @property
+    def has_pages(self) -> bool:
+        """Return whether records may be joined into pages."""
+        return PAGES in self.features
+
 
 class MadeFor(NamedTuple):
     """The record that a pack or manifest was written for: a revision at least as high explains why it exists."""

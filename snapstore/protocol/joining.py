@@ -169,7 +169,7 @@ def mend(context: Context, key: str) -> None:
     """
     run, number = parse_page_key(key) or ("", 0)
     reader = PageReader(context.store, takes_volumes=False)
-    joined, copy = reader.read(run, list_too=True)[run], reader.copy_of(run, number)
+    joined, copy = reader.read(run, list_too=True, volumes_too=True)[run], reader.copy_of(run, number)
     if key not in joined.damaged:
         return
     if copy is not None and not exists(context.store, key):

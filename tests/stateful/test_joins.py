@@ -1,0 +1,437 @@
+"""Joins beside everything else: no record is lost, revived or told wrongly when it is joined at the worst moment.
+
+The schedules that the model of pages prints when a rule is dropped, each driven by hand; then every verb, stopped at
+each of its operations while a join runs to its end, and a join that is stopped, killed or misled at each of its own.
+"""
+
+import random
+from contextlib import nullcontext, suppress
+from functools import cache
+from itertools import count
+
+import numpy as np
+import pytest
+
+from kit.actors import Actor
+from kit.faults import CRASHES, FAILURES, Crash, FaultStore, one_thread
+from kit.objects import clone, flip, keys_of
+from kit.repositories import check_clean, check_whole, created, opened, save
+from kit.samples import SEED
+from kit.schedules import collecting, forgetting, saving, tagging, unforgetting
+from kit.tally import tally
+from snapstore import (
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    KeepEvery,
+    KeepLast,
+    NotFoundError,
+    Repository,
+    SnapshotManager,
+    StorageError,
+)
+from snapstore.catalog import config
+from snapstore.errors import SnapstoreError
+from snapstore.format.records import PAGES
+from snapstore.protocol import joining
+from snapstore.storage.memory import MemoryStore
+
+
+@pytest.fixture(autouse=True)
+def _pages(monkeypatch):
+    monkeypatch.setattr(config, "NEW_FEATURES", [PAGES])
+
+
+def join(store, run="a", at_least=1):
+    with opened(store) as repository:
+        return joining.join(repository.context, run, at_least=at_least)
+
+
+def history():
+    """a@0 to a@3, of which a@1 is forgotten and a@2 was swept; b@0, forked from a@0; a tag on a@0."""
+    store = created()
+    with opened(store) as repository:
+        for step in range(4):
+            save(repository, "a", step, step)
+        save(repository, "b", 0, 50, parent="a@0")
+        repository.forget_snapshots(["a@2"], force=True)
+        repository.gc()
+        repository.forget_snapshots(["a@1"], force=True)
+        repository.tag("a@0", "good")
+    return store
+
+
+@cache
+def _made():
+    return history()
+
+
+@pytest.fixture
+def store():
+    return clone(_made())
+
+
+def states(store, run="a"):
+    """Return (step, state, tags) of every snapshot of a run."""
+    with opened(store) as repository:
+        return [(s.step, s.state, tuple(s.tags)) for s in repository.view().snapshots(run, states=None)]
+
+
+def loose(store, run="a"):
+    return [key for key in keys_of(store) if key.startswith(f"snapshots/{run}/")]
+
+
+def give_up(store):
+    """Fence every session, as a gc does that sees them silent for an hour."""
+    return Actor("gc", store, collecting(0.0), seen_dead=True).finish()
+
+
+def clean(store, about=""):
+    """Check that all that is committed or forgotten restores, and that a gc then leaves nothing that is not needed."""
+    check_whole(store, about)
+    give_up(store)
+    check_clean(store, about)
+
+
+# --- one after the other ---------------------------------------------------------------------------------------------
+
+
+def test_a_join_changes_no_answer(store):
+    before = states(store)
+    result = join(store)
+    assert (result.snapshots, result.pages) == (3, 1)  # the newest stays loose
+    assert len(loose(store)) == 1
+    assert states(store) == before
+    assert join(store) == joining.JoinResult()
+    clean(store)
+
+
+def test_a_long_run_under_policies(tmp_path):
+    """Managers join behind their commits; the store has few objects, and answers as one without pages."""
+    answers = {}
+    for features in ([PAGES], []):
+        config.NEW_FEATURES[:] = features
+        root = tmp_path / str(len(features))
+        with SnapshotManager(root, run="a", keep=[KeepLast(3), KeepEvery(100)]) as snapshots:
+            for step in range(300):
+                snapshots.save(step, {"w": np.full(4, step)}, metrics={"loss": 1 / (1 + step)})
+                snapshots.wait_until_finished()
+        with Repository.open(root) as repository:
+            view = repository.view()
+            answers[len(features)] = [
+                (s.step, s.state, s.seq, s.tags, s.metrics, s.policy, s.reason) for s in view.snapshots(states=None)
+            ]
+            assert repository.check("restore").ok
+            assert repository.restore("a@100")["w"].tolist() == [100] * 4
+            count_of_records = sum(1 for _ in repository.context.store.list("snapshots/"))
+        if features:
+            assert count_of_records < 300
+            assert sum(1 for _ in (root / "pages").rglob("[0-9][0-9][0-9]")) in (3, 4, 5)
+    assert answers[1] == answers[0]
+
+
+def test_many_joins_make_few_volumes(store):
+    with opened(store) as repository:
+        for step in range(4, 80):
+            save(repository, "a", step, step % 4)
+            joining.join(repository.context, "a", at_least=1)
+    pages = [key for key in keys_of(store) if key.startswith("pages/")]
+    assert len(pages) == 76
+    assert len([key for key in keys_of(store) if key.startswith("volumes/")]) == 1 + 1 + 4  # 64, 8 and 4 of one page
+    clean(store)
+
+
+def test_everything_goes_on_with_joined_records(store):
+    join(store)
+    with opened(store) as repository:
+        repository.unforget("a@1")
+        repository.tag("a@1", "good")
+        assert repository.snapshot("a@good").step == 1
+        assert repository.snapshot("a@0").tags == []
+        with pytest.raises(NotFoundError, match="cannot come back"):
+            repository.unforget("a@2")
+        repository.untag("a@1", "good")
+        repository.forget([KeepLast(1)], run="a")
+        repository.gc()
+    join(store)
+    assert [(step, state) for step, state, _ in states(store)] == [
+        (0, "swept"), (1, "swept"), (2, "swept"), (3, "committed"),
+    ]  # fmt: skip
+    with opened(store) as repository:
+        assert save(repository, "a", 4, 4).seq == repository.snapshot("a@3").seq + 1
+    clean(store)
+
+
+def test_the_highest_number_may_be_that_of_a_grave(store):
+    with opened(store) as repository:
+        last = save(repository, "a", 4, 4)
+        repository.forget_snapshots(["a@4"], force=True)
+        repository.gc()
+    join(store)
+    with opened(store) as repository:
+        assert save(repository, "a", 5, 5).seq == last.seq + 1
+
+
+def test_repositories_without_the_feature_have_no_pages(monkeypatch):
+    monkeypatch.setattr(config, "NEW_FEATURES", [])
+    store = history()
+    assert join(store) == joining.JoinResult()
+    assert not [key for key in keys_of(store) if key.startswith(("pages/", "volumes/"))]
+
+
+def test_damaged_and_lost_pages_are_mended(store):
+    before = states(store)
+    join(store)
+    for how in ("damaged", "gone"):
+        made = clone(store)
+        key = next(key for key in keys_of(made) if key.startswith("pages/"))
+        flip(made, key, -1) if how == "damaged" else made.delete([key])
+        with opened(made) as repository:
+            assert [p.key for p in repository.check().problems] == [key]
+            assert [a.kind for a in repository.repair(apply=True).actions] == ["mend", "index"]
+            assert repository.check("restore").ok
+        assert states(made) == before
+        clean(made)
+
+
+def test_while_a_page_is_damaged_nobody_revises(store):
+    """Without its volume a damaged page is no help: its records are loose."""
+    Actor("join", store, join).until("put", "volumes/").stop()
+    before = states(store)
+    flip(store, next(key for key in keys_of(store) if key.startswith("pages/")), -1)
+    assert states(store) == before
+    with opened(store) as repository:
+        for verb in (lambda: repository.unforget("a@1"), lambda: repository.tag("a@3", "x"), repository.gc):
+            with pytest.raises(IntegrityError, match=r"pages/a/000000/000: "):
+                verb()
+        with pytest.raises(IntegrityError):
+            joining.join(repository.context, "a", at_least=1)
+        save(repository, "a", 9, 9)
+        assert repository.repair(apply=True).actions[0].kind == "mend"
+        repository.unforget("a@1")
+    clean(store)
+
+
+# --- schedules of the model ------------------------------------------------------------------------------------------
+
+
+def test_an_unforget_that_stalls_until_its_key_is_free_again(store):
+    late = Actor("U", store, unforgetting("a@1")).until("put", "snapshots/a/")
+    give_up(store)  # sweeps a@1
+    assert join(store).deleted
+    with pytest.raises(ConflictError, match="another process revised it first"):
+        late.finish()
+    assert (1, "swept", ()) in states(store)
+    clean(store)
+
+
+def test_a_save_whose_fence_is_joined_commits_nothing(store):
+    late = Actor("S", store, saving("a", 9, 9), seen_dead=True).until("put", "snapshots/a/")
+    give_up(store)
+    join(store)
+    with pytest.raises(ConflictError, match=r"nothing of this save was committed"):
+        late.finish()
+    assert (9, "aborted", ()) in states(store)
+    clean(store)
+
+
+def test_a_save_that_is_joined_after_its_put_is_told_that_it_is_committed(store):
+    """Its PUT had no answer for an hour; a gc has fenced it too late, and a join has deleted its record."""
+    late = Actor("S", store, saving("a", 9, 9), seen_dead=True).until("put", "snapshots/a/")
+    late.step()
+    assert (9, "committed", ()) in states(store)
+    give_up(store)
+    with opened(store) as repository:
+        save(repository, "a", 10, 10)  # so that a@9 is not the newest
+    join(store)
+    assert not [key for key in loose(store) if "/000000000009-" in key]
+    assert late.finish().step == 9
+    clean(store)
+
+
+def test_a_tag_is_not_taken_for_a_snapshot_that_was_forgotten_and_joined(store):
+    late = Actor("T", store, tagging("a@3", "good")).until("put", "snapshots/a/")
+    with opened(store) as repository:
+        save(repository, "a", 4, 4)
+        repository.forget_snapshots(["a@3"], force=True)
+    join(store)
+    with pytest.raises(SnapstoreError, match="is forgotten"):
+        late.finish()
+    assert (0, "committed", ("good",)) in states(store)
+    clean(store)
+
+
+def test_a_gc_whose_sweep_comes_too_late_deletes_nothing(store):
+    late = Actor("G", store, collecting()).until("put", "snapshots/a/")
+    with opened(store) as repository:
+        repository.unforget("a@1")
+    join(store)
+    late.finish()
+    assert (1, "committed", ()) in states(store)
+    clean(store)
+
+
+def test_a_policy_whose_revision_is_void_decides_again(store):
+    with opened(store) as repository:
+        repository.unforget("a@1")
+    late = Actor("F", store, forgetting("a@1")).until("put", "snapshots/a/")
+    with opened(store) as repository:
+        repository.tag("a@1", "good")
+    join(store)
+    assert late.finish().forgotten == []
+    assert (1, "committed", ("good",)) in states(store)
+    clean(store)
+
+
+def test_two_joiners_of_one_page(store):
+    other = Actor("J", store, join).until("put", "pages/")
+    join(store)
+    assert other.finish().snapshots == 0
+    assert [key for key in keys_of(store) if key.startswith("pages/")] == ["pages/a/000000/000"]
+    clean(store)
+
+
+def test_a_page_that_is_lost_while_its_joiner_works_costs_nothing(store):
+    before = states(store)
+    late = Actor("J", store, join).until("put", "volumes/")
+    store.delete(["pages/a/000000/000"])
+    with pytest.raises(StorageError, match="stay as they are"):
+        late.finish()
+    assert states(store) == before
+
+
+# --- everywhere ------------------------------------------------------------------------------------------------------
+
+VERBS = {
+    "save": saving("a", 9, 9),
+    "save a fork": saving("c", 0, 60, parent="a@0"),
+    "forget": forgetting(),
+    "forget one": forgetting("a@1", "a@3"),
+    "unforget": unforgetting("a@1"),
+    "tag": tagging("a@3", "good"),
+    "gc": collecting(),
+    "gc of the dead": collecting(0.0),
+    "join": join,
+    "recode": lambda store: _recode(store),
+    "compact": lambda store: _compact(store),
+    "copy": lambda store: _copy(store),
+}
+
+
+def _recode(store):
+    with opened(store) as repository:
+        return repository.recode()
+
+
+def _compact(store):
+    with opened(store) as repository:
+        return repository.compact()
+
+
+@cache
+def _source():
+    return history()
+
+
+def _copy(store):
+    with opened(clone(_source())) as repository:
+        return repository.copy(run="b", to=store)
+
+
+def started(verb, store):
+    return Actor(verb, store, VERBS[verb], seen_dead="dead" in verb)
+
+
+def ends(actor):
+    """Run an actor to its end; it may lose a race, or find its snapshot gone."""
+    with suppress(ConflictError, NotFoundError, InvalidInputError, StorageError):
+        actor.finish()
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.no_cover
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_join_at_every_stop_of_a_verb(verb, monkeypatch):
+    one_thread(monkeypatch)
+    rng = random.Random(f"{SEED} {verb}")
+    first = rng.randrange(4)
+    for stop in count(first, 4):
+        tally("stops")
+        made = history() if verb == "copy" else clone(_made())
+        actor = started(verb, made)
+        while not actor.ended and actor.steps < stop:
+            actor.step()
+        is_over = actor.ended
+        join(made)
+        join(made, "b")
+        ends(actor)
+        join(made)
+        clean(made, f"{verb} at {stop}")
+        if is_over:
+            return
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.no_cover
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_at_every_stop_of_a_join(verb, monkeypatch):
+    one_thread(monkeypatch)
+    for stop in count():
+        tally("stops")
+        made = history() if verb == "copy" else clone(_made())
+        actor = Actor("join", made, join)
+        while not actor.ended and actor.steps < stop:
+            actor.step()
+        is_over = actor.ended
+        ends(started(verb, made))
+        ends(actor)
+        clean(made, f"{verb} while a join stands at {stop}")
+        if is_over:
+            return
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("mode", [*CRASHES, *FAILURES, "torn", "late"])
+def test_a_join_that_fails_at_every_operation(mode, monkeypatch):
+    one_thread(monkeypatch)
+    for at in count():
+        tally("faults")
+        made = clone(_made())
+        faulty = FaultStore(made, at, mode)
+        with suppress(Crash, SnapstoreError):
+            join(faulty)
+        faulty.heal()
+        if mode == "torn":  # half of a page is damage
+            with opened(made) as repository:
+                repository.repair(apply=True)
+        check_whole(made, f"{mode} at {at} of {len(faulty.log)}: {faulty.log[at : at + 1]}")
+        join(made)
+        assert len(loose(made)) == 1, (mode, at)
+        clean(made, f"{mode} at {at}, joined again")
+        if not faulty.fired:
+            return
+
+
+class Forgetful(MemoryStore):
+    """Does not store the k-th object that is put."""
+
+    def __init__(self, made, at):
+        super().__init__()
+        self._objects, self.left = made._objects, at
+
+    def put(self, key, data):
+        self.left -= 1
+        if self.left != -1:
+            super().put(key, data)
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_put_that_is_not_stored(store, at):
+    before = states(store)
+    lying = Forgetful(store, at)
+    with pytest.raises(StorageError, match="stay as they are") if at < 2 else nullcontext():
+        join(lying)
+    assert states(store) == before
+    join(store)
+    assert states(store) == before
+    clean(store)

@@ -394,7 +394,7 @@ class PageReader:
             number = self._take(run, number, least, {**held, **found}, pages, damaged)
         while probe:
             (data,) = first.values() if number in first else self._get(run, [number]).values()
-            if data is None:
+            if data is None or (isinstance(data, SnapstoreError) and not self._is_there(run, number)):
                 break
             number = self._take(run, number, number + 1, {number: data}, pages, damaged)
         if pages or damaged:

@@ -324,3 +324,19 @@ def test_without_the_feature_nothing_is_read():
     assert reader.joined_as(LIVE) is None
     assert reader.keys_of(IDS[0]) == set()
     assert store.asked == []
+
+
+def test_a_failed_look_for_the_next_page_makes_none(monkeypatch):
+    store, left = filled(2), [1]
+    real = MemoryStore.get
+
+    def get(self, key, **options):
+        if key == page_key("a", 2) and left and left.pop():
+            raise StorageError(f"{key}: injected")
+        return real(self, key, **options)
+
+    reader = PageReader(store)
+    reader.read("a")
+    monkeypatch.setattr(MemoryStore, "get", get)
+    joined = reader.read("a")["a"]
+    assert (joined.count, joined.damaged) == (2, {})

@@ -39,6 +39,10 @@ SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 RECORD_KEY = re.compile(f"snapshots/({NAME})/" + r"(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,8})")
+PAGE_KEY = re.compile(f"pages/({NAME})/" + r"(\d{6})/(\d{3})")
+VOLUME_KEY = re.compile(f"volumes/({NAME})/" + r"(\d{9})-(\d{9})\.([0-9a-f]{32})")
+#: Bytes of the records of a page, and of the pages of a volume; bytes of a grave, snapshots of a page.
+PAGE_RECORDS, VOLUME, GRAVE, PAGE_SNAPSHOTS = 32 << 20, 1 << 30, struct.Struct("<16sQQIB"), 1024
 STATES = ("committed", "aborted", "forgotten", "swept")
 #: The run of the records that stand for damaged sessions.
 NO_RUN = "0-damaged-session"
@@ -82,6 +86,8 @@ RECORD: Types = {
 }
 RECORD |= {int: "step seq revision generation depth chunks new_chunks logical_bytes stored_bytes"}
 RECORD |= {float: "created stall_s total_s"}
+PAGE: Types = {str: "run write_id", int: "number", bytes: "live graves past", list: "mends"}
+PAGES: Types = {str: "run id", int: "first last", bytes: "pages"}
 LIST: Types = {bytes: "save_id snapshot manifests", int: "revision"}
 HEADER: Types = {str: "part", list: "sections features children", bytes: "save_id snapshot packs pack_sizes box_map"}
 OPTIONAL: dict[str, type] = {"run": str, "step": int}  # of manifests and lists; early ones lack them
@@ -1078,6 +1084,13 @@ class Snapshot:
         return entry, tied
 
 
+def content(frame: bytes, limit: int) -> bytes:
+    """Return the content of a zstd frame, which tells its size."""
+    size = zstd_size(frame)
+    need(0 <= size <= limit, f"a zstd frame of {size} bytes")
+    return unzstd(frame, size)
+
+
 class Repository:
     """A local repository: its config, its records and its objects by name."""
 
@@ -1085,7 +1098,7 @@ class Repository:
         self.folder = folder
         self.config = self.small("config", 1, CONFIG)
         need(self.config["version"] == 1, f"format version {self.config['version']}", UnknownError)
-        need(not self.config["features"], f"features {self.config['features']}", UnknownError)
+        need(set(self.config["features"]) <= {"pages"}, f"features {self.config['features']}", UnknownError)
         require_chunk_bytes(self.config)
 
     def keys(self, under: str) -> Iterator[str]:
@@ -1128,7 +1141,10 @@ class Repository:
     def small(self, key: str, kind: int, types: Types) -> dict[str, Any]:
         """Read a small object from its envelope."""
         need((self.folder / key).stat().st_size <= SMALL_OBJECT, f"{key} is too long")
-        data = self.read(key)
+        return self.unpacked(self.read(key), key, kind, types)
+
+    def unpacked(self, data: bytes, key: str, kind: int, types: Types) -> dict[str, Any]:
+        """Return the map of an object from its envelope."""
         need(len(data) >= 24 and data[:4] == b"SNAP" and data[4] == kind, f"{key} is of another kind")
         need(data[5] == 1, f"{key} has version {data[5]}", UnknownError)
         length, checksum = struct.unpack_from("<QQ", data, 8)
@@ -1153,13 +1169,21 @@ class Repository:
             if match is not None:
                 run, step, snapshot, revision = match.groups()
                 keys.setdefault(snapshot, {}).setdefault((run, step), {})[int(revision)] = key
+        joined = self.joined() if "pages" in self.config["features"] else {}
         found: dict[str, dict[str, Any]] = {}
         errors: dict[str, Exception] = {}
-        for snapshot, places in keys.items():
+        for snapshot in [*keys, *(name for name in joined if name not in keys)]:
+            places, of_page = keys.get(snapshot, {}), joined.get(snapshot)
             try:
                 runs = [place for place in places if place[0] != NO_RUN] or list(places)
-                need(len(runs) == 1, f"{snapshot} has several runs or steps")
-                found[snapshot] = self.record(places[runs[0]][max(places[runs[0]])])
+                own = [(of_page["run"], f"{of_page['step']:012d}")] if of_page else []
+                need(len({*runs, *own}) == 1, f"{snapshot} has several runs or steps")
+                if of_page and (not runs or max(places[runs[0]]) <= of_page["revision"]):
+                    if isinstance(of_page["found"], Exception):
+                        raise of_page["found"]
+                    found[snapshot] = of_page["found"]
+                else:
+                    found[snapshot] = self.record(places[runs[0]][max(places[runs[0]])])
             except REFUSED as error:
                 errors[snapshot] = error
         ordered, last = list[dict[str, Any]](), dict[str, int]()
@@ -1176,12 +1200,98 @@ class Repository:
             refused.update(errors)
         return ordered
 
-    def record(self, key: str) -> dict[str, Any]:
-        """Read a record, and compare it with its key."""
+    def joined(self) -> dict[str, dict[str, Any]]:
+        """Return what rules in the pages: run, step, revision and record of each snapshot, by its id.
+
+        Of a damaged page, or one that is missing below others, a copy is read from a volume; else it counts as empty.
+        """
+        copies: dict[tuple[str, int], bytes] = {}
+        counts: dict[str, int] = {}
+        for key in self.keys("volumes"):
+            match = VOLUME_KEY.fullmatch(key)
+            if match is None:
+                continue
+            try:
+                run, first, last, name = match[1], int(match[2]), int(match[3]), match[4]
+                whole = self.small(key, 12, PAGES)
+                of = (whole["run"], whole["first"], whole["last"], whole["id"])
+                need(of == (run, first, last, name), f"{key} is another volume")
+                data, at = content(whole["pages"], VOLUME), 0
+                for number in range(first, last + 1):
+                    (size,) = struct.unpack_from("<Q", data, at)
+                    copies[run, number] = data[at + 8 : at + 8 + size]
+                    at += 8 + size
+                need(at == len(data), f"{key} has more than its pages")
+                counts[run] = max(counts.get(run, 0), last + 1)
+            except REFUSED as error:
+                print(f"{key}: {error}", file=sys.stderr)
+        for key in self.keys("pages"):
+            if match := PAGE_KEY.fullmatch(key):
+                counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) * 1000 + int(match[3]) + 1)
+        found: dict[str, dict[str, Any]] = {}
+        for run, count in counts.items():
+            pages = [self.page(run, number, copies.get((run, number))) for number in range(count)]
+            mended = {number for mends, _ in pages for number in mends}
+            for number, (_, facts) in enumerate(pages):
+                for name, fact in facts.items() if number not in mended else ():
+                    if name not in found or fact["revision"] > found[name]["revision"]:
+                        found[name] = fact
+        return found
+
+    def page(self, run: str, number: int, copy: bytes | None) -> tuple[list[int], dict[str, dict[str, Any]]]:
+        """Return what a page mends, and its facts by id."""
+        key = f"pages/{run}/{number // 1000:06d}/{number % 1000:03d}"
+        for of_volume in (False, True):
+            try:
+                return self.facts(key, run, number, copy or b"" if of_volume else self.read(key))
+            except REFUSED as error:
+                print(f"{key}: {error}", file=sys.stderr)
+        return [], {}
+
+    def facts(self, key: str, run: str, number: int, data: bytes) -> tuple[list[int], dict[str, dict[str, Any]]]:
+        """Return what the bytes of a page say."""
+        whole = self.unpacked(data, key, 11, PAGE)
+        need((whole["run"], whole["number"]) == (run, number), f"{key} is the page of another key")
+        mends, facts = integers(whole["mends"]), dict[str, dict[str, Any]]()
+        for name, packed in Msgpack(content(whole["live"], PAGE_RECORDS), maps=True).whole():
+            of = f"snapshots/{run}/{name}"
+            match = RECORD_KEY.fullmatch(of)
+            need(match is not None, f"{key}: {name} is no name of a record")
+            assert match
+            need(match[3] not in facts, f"{key}: {name} is there twice")
+            fact: dict[str, Any] = {"run": run, "step": int(match[2]), "revision": int(match[4])}
+            try:
+                fact["found"] = self.record(of, packed)
+            except REFUSED as error:
+                fact["found"] = error
+            facts[match[3]] = fact
+        try:
+            pasts = Msgpack(content(whole["past"], PAGE_RECORDS), maps=True).whole()
+        except REFUSED:
+            pasts = []
+        need(len(whole["graves"]) % GRAVE.size == 0, f"{key}: graves of {len(whole['graves'])} bytes")
+        rows = list(GRAVE.iter_unpack(whole["graves"]))
+        ids = [row[0] for row in rows]
+        need(sorted(set(ids)) == ids, f"{key}: graves out of order")
+        of_seq = {row[2]: row[0].hex() for row in rows}
+        of_seq |= {f["found"]["seq"]: n for n, f in facts.items() if isinstance(f["found"], dict)}
+        for (name, step, seq, revision, state), past in zip(rows, pasts or [None] * len(rows), strict=True):
+            need(name.hex() not in facts and step < 10**12 and state < 2, f"{key}: a grave out of bounds")
+            parent, created, policy, reason, metrics = past or (None, 0.0, "", "", {})
+            left = {"id": name.hex(), "run": run, "step": step, "seq": seq, "revision": revision}
+            left |= {"state": ("swept", "aborted")[state], "created": created, "policy": policy, "reason": reason}
+            left |= {"parent": of_seq.get(parent) if isinstance(parent, int) else parent, "metrics": metrics}
+            left |= {"tags": [], "bases": [], "features": [], "manifests": [], "depth": 0, "logical_bytes": 0}
+            facts[name.hex()] = {"run": run, "step": step, "revision": revision, "found": left}
+        need(len(facts) <= PAGE_SNAPSHOTS, f"{key} has {len(facts)} snapshots")
+        return mends, facts
+
+    def record(self, key: str, data: bytes | None = None) -> dict[str, Any]:
+        """Read a record, or take its bytes, and compare it with its key."""
         match = RECORD_KEY.fullmatch(key)
         need(match is not None, f"{key} is no key of a record")
         run, step, snapshot, revision = match.groups() if match else ("",) * 4
-        found = self.small(key, 2, RECORD)
+        found = self.small(key, 2, RECORD) if data is None else self.unpacked(data, key, 2, RECORD)
         fields = (found["run"], found["step"], found["id"], found["revision"])
         need(fields == (run, int(step), snapshot, int(revision)), f"{key} is the record of another key")
         need(0 <= found["generation"] <= 2**53, f"{key}: its generation")

@@ -5,6 +5,7 @@ each of its operations while a join runs to its end, and a join that is stopped,
 """
 
 import random
+import sys
 from contextlib import nullcontext, suppress
 from functools import cache
 from itertools import count
@@ -15,6 +16,7 @@ import pytest
 from kit.actors import Actor
 from kit.faults import CRASHES, FAILURES, Crash, FaultStore, one_thread
 from kit.objects import clone, flip, keys_of
+from kit.processes import ROOT
 from kit.repositories import check_clean, check_whole, created, opened, save
 from kit.samples import SEED
 from kit.schedules import collecting, forgetting, saving, tagging, unforgetting
@@ -35,6 +37,9 @@ from snapstore.errors import SnapstoreError
 from snapstore.format.records import PAGES
 from snapstore.protocol import joining
 from snapstore.storage.memory import MemoryStore
+
+sys.path.append(str(ROOT / "tools"))
+import reader
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +197,38 @@ def test_damaged_and_lost_pages_are_mended(store):
             assert repository.check("restore").ok
         assert states(made) == before
         clean(made)
+
+
+def test_the_reader_of_the_format_finds_the_same(tmp_path, capsys):
+    """tools/reader.py, which was written from docs/format.md: whole pages, a damaged and a missing one, and mended."""
+    Repository.create(tmp_path / "r", chunk_bytes=1024).close()
+    with opened(tmp_path / "r") as repository:
+        for step in range(20):
+            save(repository, "a", step, step, parent="a@0" if step == 5 else None)
+            if step % 3 == 2:
+                repository.forget_snapshots([f"a@{step - 1}"], force=True)
+                repository.gc() if step % 2 else None
+            joining.join(repository.context, "a", at_least=4)
+        wanted = repository.view().snapshots("a", states=None)
+        rows = [(s.step, s.state, s.seq, s.revision, s.parent, s.id, s.reason) for s in wanted]
+
+        def found():
+            records = reader.Repository(tmp_path / "r").records()
+            fields = ("step", "state", "seq", "revision", "parent", "id", "reason")
+            return [tuple(record[name] for name in fields) for record in records]
+
+        assert found() == rows
+        kept = reader.Repository(tmp_path / "r")
+        state = reader.Snapshot(kept, next(r for r in kept.records() if r["step"] == 3)).state()
+        assert state["version"] == 3
+        first, second = sorted((tmp_path / "r" / "pages").rglob("00[01]"))
+        first.unlink()
+        second.write_bytes(second.read_bytes()[:-1])
+        assert found() == rows
+    with opened(tmp_path / "r") as repository:
+        assert [action.kind for action in repository.repair(apply=True).actions] == ["mend", "mend", "index"]
+    assert found() == rows
+    assert "pages/a/000000/001" in capsys.readouterr().err
 
 
 def test_while_a_page_is_damaged_nobody_revises(store):

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from snapstore.format import chunking, records
+from snapstore.catalog import config
+from snapstore.format import chunking, pages, records
 from snapstore.format.blobs import blob, codecs, pack, planes
 from snapstore.format.blobs.codecs import deflate, sparse, zstd
 from snapstore.format.keys import NAME
@@ -76,6 +77,7 @@ def test_envelope_kinds():
     assert columns == ["key", "written by", "envelope kind"]
     kinds = {row[0]: [int(k) for k in row[2].split(",") if k] for row in rows}
     by_type = {kind.__name__: number for kind, number in records._KINDS.items()}
+    by_type |= {"page": pages.PAGE, "volume": pages.VOLUME}
     assert kinds["`config`"] == [by_type["Config"]]
     assert kinds["`snapshots/<run>/<step, 12 digits>-<id>.<rev>`"] == [by_type["Snapshot"]]
     assert kinds["`sessions/<id>`"] == [by_type["Session"]]
@@ -254,7 +256,7 @@ def test_factories_and_features():
     text = re.search(r"The `name` of a `defaultdict` is (.*?) or\s+None", section("Tree"), re.S)[1]
     assert set(names_in(text)) == set(tree.FACTORIES)
     known = re.search(r"^Known features: (.*?) Nothing", section("What may grow"), re.M | re.S)[1]
-    assert set(names_in(known)) == records.KNOWN_FEATURES
+    assert set(names_in(known)) == records.KNOWN_FEATURES | config.KNOWN_FEATURES
 
 
 def normal(cells):

@@ -17,7 +17,7 @@ from kit.actors import Actor
 from kit.faults import CRASHES, FAILURES, Crash, FaultStore, one_thread
 from kit.objects import clone, flip, keys_of
 from kit.processes import ROOT
-from kit.repositories import check_clean, check_whole, created, opened, save
+from kit.repositories import check_clean, check_whole, created, created_like, opened, save
 from kit.samples import SEED
 from kit.schedules import collecting, forgetting, saving, tagging, unforgetting
 from kit.tally import tally
@@ -34,8 +34,10 @@ from snapstore import (
 )
 from snapstore.catalog import config
 from snapstore.errors import SnapstoreError
+from snapstore.format import records
 from snapstore.format.records import PAGES
-from snapstore.protocol import joining
+from snapstore.protocol import claim, joining
+from snapstore.protocol.liveness import this_session
 from snapstore.storage.memory import MemoryStore
 
 sys.path.append(str(ROOT / "tools"))
@@ -286,6 +288,90 @@ def test_a_save_that_is_joined_after_its_put_is_told_that_it_is_committed(store)
     clean(store)
 
 
+class Deaf(MemoryStore):
+    """Stores a new record, and does not answer: its puts and gets fail. At the fourth put, others have joined it."""
+
+    def __init__(self, made):
+        super().__init__()
+        self._objects, self.puts = made._objects, 0
+
+    def _fails(self, key):
+        return "/000000000009-" in key and self.puts < 5
+
+    def put(self, key, data):
+        if not key.startswith("snapshots/"):
+            return super().put(key, data)
+        self.puts += 1
+        is_new = self.puts == 1 or not self._fails(key)
+        if is_new:
+            super().put(key, data)
+        if self.puts == 4:
+            honest = MemoryStore()
+            honest._objects = self._objects
+            give_up(honest)
+            with opened(honest) as repository:
+                save(repository, "a", 10, 10)  # so that a@9 is not the newest
+            join(honest)
+            assert not [key for key in loose(honest) if "/000000000009-" in key]
+        if self._fails(key):
+            raise StorageError(f"{key}: no answer")
+        return None
+
+    def get(self, key, **options):
+        if key.startswith("snapshots/") and self._fails(key):
+            raise StorageError(f"{key}: no answer")
+        return super().get(key, **options)
+
+
+def test_a_save_that_fails_finds_that_it_was_committed_and_joined(store, monkeypatch):
+    monkeypatch.setattr(claim.time, "sleep", lambda _: None)
+    deaf = Deaf(store)
+    with opened(deaf) as repository:
+        assert save(repository, "a", 9, 9).state == "committed"
+    assert deaf.puts == 5
+    assert [state for step, state, _ in states(store) if step == 9] == ["committed"]
+    clean(store)
+
+
+def test_a_join_leaves_alone_what_sessions_announce(store):
+    saving_now = Actor("S", store, saving("a", 9, 9)).until("put", "snapshots/a/")
+    saving_now.step()
+    with opened(store) as repository:
+        save(repository, "a", 10, 10)
+    assert join(store).snapshots == 4  # a@0 to a@3, not a@9
+    assert [key for key in loose(store) if "/000000000009-" in key]
+    assert saving_now.finish().step == 9
+    assert join(store).snapshots == 1
+    clean(store)
+
+
+def test_a_fence_copies_what_rules(store):
+    """An un-forget has died behind its PUT: its record is void, as a page says that the snapshot was swept."""
+    source, store = store, created_like(store)
+    with opened(source) as repository:
+        repository.unforget("a@1")
+        repository.copy(run="a", to=store)
+    with opened(store) as repository:
+        repository.forget_snapshots(["a@1"], force=True)
+    late = Actor("U", store, unforgetting("a@1")).until("put", "snapshots/a/")
+    give_up(store)
+    join(store)
+    late.step()
+    late.stop()
+    assert (1, "swept", ()) in states(store)
+
+    def copy(target):
+        with opened(source) as repository:
+            return repository.copy(["a@1"], to=target)
+
+    copying = Actor("C", store, copy, seen_dead=True).until("put", "snapshots/a/")
+    give_up(store)
+    assert (1, "swept", ()) in states(store)
+    copying.finish()
+    assert (1, "committed", ()) in states(store)
+    clean(store)
+
+
 def test_a_tag_is_not_taken_for_a_snapshot_that_was_forgotten_and_joined(store):
     late = Actor("T", store, tagging("a@3", "good")).until("put", "snapshots/a/")
     with opened(store) as repository:
@@ -320,6 +406,15 @@ def test_a_policy_whose_revision_is_void_decides_again(store):
     clean(store)
 
 
+def test_a_revision_that_is_joined_before_it_is_read_back(store):
+    late = Actor("U", store, unforgetting("a@1")).until("put", "snapshots/a/")
+    late.step()
+    join(store)
+    assert [key for key in loose(store) if "/000000000001-" in key] == []
+    assert late.finish().state == "committed"
+    clean(store)
+
+
 def test_two_joiners_of_one_page(store):
     other = Actor("J", store, join).until("put", "pages/")
     join(store)
@@ -335,6 +430,50 @@ def test_a_page_that_is_lost_while_its_joiner_works_costs_nothing(store):
     with pytest.raises(StorageError, match="stay as they are"):
         late.finish()
     assert states(store) == before
+
+
+def announce(store):
+    """Put the session of a rewrite of a@0."""
+    with opened(store) as repository:
+        key = repository.snapshot("a@0").revised().key
+        name = records.new_id()
+        repository.context.store.put(f"sessions/{name}", records.encode(this_session(name, key)))
+    return f"sessions/{name}"
+
+
+def test_a_page_whose_number_was_given_again_before_the_volume(store):
+    """The other joiner has left a@0 out, as a rewrite was announced: only its loose records say what a@0 is."""
+    before = states(store)
+    late = Actor("J", store, join).until("put", "volumes/")
+    store.delete(["pages/a/000000/000"])
+    announce(store)
+    assert join(store).snapshots == 2
+    with pytest.raises(StorageError, match="stay as they are"):
+        late.finish()
+    assert states(store) == before
+
+
+def test_a_number_that_a_volume_shows_is_not_given_again(store):
+    before = states(store)
+    late = Actor("J", store, join).until("delete", "snapshots/")
+    store.delete(["pages/a/000000/000"])
+    announce(store)
+    with pytest.raises((IntegrityError, StorageError), match="pages/a/000000/000"):
+        join(store)
+    late.finish()
+    assert states(store) == before
+
+
+def test_a_record_that_an_older_page_makes_void_gets_into_no_page(store):
+    """An un-forget has died behind its PUT; a later page would not revive the snapshot, but its author believe so."""
+    late = Actor("U", store, unforgetting("a@1")).until("put", "snapshots/a/")
+    give_up(store)
+    join(store)
+    late.step()
+    join(store)
+    with pytest.raises(ConflictError, match="revised it first"):
+        late.finish()
+    assert (1, "swept", ()) in states(store)
 
 
 # --- everywhere ------------------------------------------------------------------------------------------------------
@@ -406,6 +545,29 @@ def test_a_join_at_every_stop_of_a_verb(verb, monkeypatch):
         clean(made, f"{verb} at {stop}")
         if is_over:
             return
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("asked", ["a run", "all runs"])
+def test_a_reader_misses_nothing_while_records_are_joined(asked, monkeypatch):
+    one_thread(monkeypatch)
+
+    def read(store):
+        with opened(store) as repository:
+            view = repository.context.index.refresh("a" if asked == "a run" else None)
+            assert not view.unknown("a")
+            return [(s.step, s.state) for s in view.snapshots("a", states=None)]
+
+    wanted = read(_made())
+    for stop in count():
+        made = clone(_made())
+        reading = Actor("R", made, read)
+        while not reading.ended and reading.steps < stop:
+            reading.step()
+        if reading.ended:
+            return
+        join(made)
+        assert reading.finish() == wanted, stop
 
 
 @pytest.mark.sampled(4)

@@ -32,8 +32,7 @@ from .copy.mirror import Mirror
 from .distributed.choose import place
 from .distributed.questions import V
 from .errors import DAMAGE, CapabilityError, IntegrityError, InvalidInputError, NotFoundError, StorageError
-from .format import records
-from .format.records import MAX_OBJECT_BYTES, Snapshot
+from .format.records import Snapshot
 from .options import SaveOptions
 from .repository import Repository
 from .restore import pipeline
@@ -564,7 +563,7 @@ class Steps:
             return self.repository.snapshot(self._local_ref(self._nearest(meant), meant)).key
 
         key = self._job.questions.ask(f"restore {retention.named_step(step)}", find)
-        chosen = records.decode(self.repository.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
+        chosen = self.repository.context.index.pages.record(key)
         return self.repository.context, chosen
 
     def _found(self, step: int | str | None) -> tuple[Context, Snapshot]:

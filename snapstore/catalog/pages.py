@@ -20,7 +20,15 @@ import numpy as np
 
 from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError
 from ..format import records
-from ..format.keys import name_of_record, page_key, pages_prefix, parse_page_key, parse_record_key, parse_volume_key
+from ..format.keys import (
+    ID_DIGITS,
+    name_of_record,
+    page_key,
+    pages_prefix,
+    parse_page_key,
+    parse_record_key,
+    parse_volume_key,
+)
 from ..format.pages import (
     GRAVE,
     MAX_LIVE_BYTES,
@@ -37,6 +45,7 @@ from ..format.records import Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from ..text import log, strip_hint
 from ..threads import Threads
+from .read_twice import read_small
 
 #: The most bytes of a page or a volume as stored.
 PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES = 2 * MAX_LIVE_BYTES, 2 * MAX_VOLUME_BYTES
@@ -276,6 +285,23 @@ class PageReader:
         if joined is None or joined.revision_of(record.id) < record.revision:
             return None
         return joined.record_of(record.id) if joined.makes_void(record) else record
+
+    def record(self, key: str) -> Snapshot:
+        """Return the record under a key, loose or of a page.
+
+        Raises:
+            NotFoundError, IntegrityError, FormatError: it is gone or damaged.
+            StorageError: the store failed.
+        """
+        try:
+            return read_small(self._store, Snapshot, key)
+        except NotFoundError:
+            parsed = parse_record_key(key)
+            joined = self.look(parsed[0]) if parsed is not None else None
+            found = joined.record_of(key.rpartition(".")[0][-ID_DIGITS:]) if joined is not None else None
+            if found is None or found.key != key:
+                raise
+            return found
 
     def newest(self, record: Snapshot) -> Snapshot:
         """Return the later revision of a record that a page has; the record itself if none has, or it is not known."""

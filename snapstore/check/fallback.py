@@ -452,7 +452,7 @@ class _Fallback:
         """
         store, self._snapshot = self._context.store, None
         try:
-            snapshot = self._snapshot = read_object_twice(store, lambda: read_small(store, Snapshot, key))
+            snapshot = self._snapshot = read_object_twice(store, lambda: self._context.index.pages.record(key))
         except CapabilityError:
             raise
         except DAMAGE as error:

@@ -40,7 +40,7 @@ from snapstore import (
     Skipped,
     SnapshotManager,
 )
-from snapstore.check import fallback
+from snapstore.catalog.pages import PageReader
 from snapstore.format.keys import pack_key
 from snapstore.storage.local import LocalStore
 
@@ -48,9 +48,9 @@ from snapstore.storage.local import LocalStore
 def verified(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, list[str], Skipped]:
     """Restore with fallback; return (the snapshot, the steps that were verified, what was skipped)."""
     tried: list[Any] = []
-    read = fallback.read_small
+    read = PageReader.record
     with monkeypatch.context() as patch:
-        patch.setattr(fallback, "read_small", lambda *args: tried.append(read(*args)) or tried[-1])
+        patch.setattr(PageReader, "record", lambda *args: tried.append(read(*args)) or tried[-1])
         with SnapshotManager(folder, run="a", **options) as manager:
             snapshot = manager.restore_into(state := blank(state_of(0)), fallback=(skipped := Skipped()))
     require_version(state, snapshot.step)

@@ -15,10 +15,10 @@ from ...context import Context
 from ...distributed import messages
 from ...distributed.base import RESTART, ChannelError
 from ...distributed.messages import REPLACED, Outcome
-from ...errors import DAMAGE, NotFoundError, RanksError, SnapstoreError, StorageError
+from ...errors import DAMAGE, RanksError, SnapstoreError, StorageError
 from ...format import records
-from ...format.keys import parse_record_key, record_key
-from ...format.records import ABORTED, MAX_OBJECT_BYTES, Snapshot
+from ...format.keys import record_key
+from ...format.records import ABORTED, Snapshot
 from ...protocol.liveness import aborted
 from ...protocol.revisions import create
 from ..inputs import SaveRequest
@@ -119,12 +119,4 @@ def read_committed(context: Context, request: SaveRequest, save_id: str, data: b
 
 def read_record(context: Context, key: str) -> Snapshot:
     """Return a record, loose or of a page; raise an error of DAMAGE or StorageError if it cannot be read."""
-    try:
-        return records.decode(context.store.get(key, limit_bytes=MAX_OBJECT_BYTES), Snapshot, key)
-    except NotFoundError:
-        parsed = parse_record_key(key)
-        joined = context.index.pages.look(parsed[0]) if parsed is not None else None
-        record = joined.record_of(parsed[2]) if joined is not None and parsed is not None else None
-        if record is None or record.key != key:
-            raise
-        return record
+    return context.index.pages.record(key)

@@ -494,6 +494,8 @@ def with_joined(
         joined: what pages say, by run.
     """
     found, damaged = list(ruling), dict[str, str]()
+    if not joined:
+        return found, damaged
     loose = {s.id for s in found} | {parsed[2] for parsed in map(parse_record_key, unknown) if parsed}
     for one in joined.values():
         found += [s for name, s in one.live.items() if name not in loose]

@@ -211,6 +211,8 @@ def _outer(seqs: np.ndarray) -> tuple[int, ...]:
 
 def void_records(keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
     """Return which of these keys have records that the pages of their runs cover."""
+    if not joined:
+        return set()
     return {key for key in keys if (run := key.split("/")[1]) in joined and joined[run].covers(key)}
 
 

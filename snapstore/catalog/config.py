@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 
+import msgspec
+
 from ..errors import FormatError, IntegrityError, NotFoundError, StorageError, UnknownFormatError
 from ..format import records
 from ..format.chunking import DEFAULT_CHUNK_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -133,12 +135,15 @@ def _reconstruct(store: ObjectStore) -> Config | None:
     for header in _headers(store):
         seeds[header.digest_seed] += 1
         sizes[header.chunk_bytes] += 1
-    if not seeds and not any(True for _ in store.list("snapshots/")):
+    has_pages = any(True for prefix in ("pages/", "volumes/") for _ in store.list(prefix))
+    if not seeds and not has_pages and not any(True for _ in store.list("snapshots/")):
         return None
-    return new_config(
+    config = new_config(
         chunk_bytes=sizes.most_common(1)[0][0] if sizes else DEFAULT_CHUNK_BYTES,
         digest_seed=seeds.most_common(1)[0][0] if seeds else new_seed(),
     )
+    features = sorted({*config.features, records.PAGES}) if has_pages else config.features
+    return msgspec.structs.replace(config, features=features)
 
 
 def _headers(store: ObjectStore) -> Iterator[ManifestHeader]:

@@ -261,6 +261,7 @@ class View:
         if (found := self._by_id.get(snapshot_id)) is not None:
             return copied(found)
         is_id = len(snapshot_id) == ID_DIGITS and set(snapshot_id) <= set("0123456789abcdef")
+        is_id = is_id and snapshot_id not in self._unread_ids()
         graves = (one.grave_record(snapshot_id) for one in self._joined.values() if is_id)
         return next((found for found in graves if found is not None), None)
 
@@ -272,7 +273,12 @@ class View:
         """Yield what is left of the records of a run (None: of all) of which pages keep graves."""
         for one in self._joined.values():
             if run in (None, one.run):
-                yield from (s for s in one.grave_records() if s.id not in self._by_id)
+                later = self._by_id.keys() | self._unread_ids()
+                yield from (s for s in one.grave_records() if s.id not in later)
+
+    def _unread_ids(self) -> set[str]:
+        """Return the ids of the snapshots whose ruling record is damaged or unread."""
+        return {parsed[2] for parsed in map(parse_record_key, (*self.damaged, *self.unread)) if parsed}
 
     def tagged(self, run: str) -> dict[str, list[Snapshot]]:
         """Return the committed snapshots with each tag of a run, in their order. The tag means the last of them."""

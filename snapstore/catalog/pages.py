@@ -51,6 +51,8 @@ from .read_twice import read_small
 PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES = 2 * MAX_LIVE_BYTES, 2 * MAX_VOLUME_BYTES
 #: Pages that are read at once where no volume has them: on S3 each is a round trip.
 PAGES_AT_ONCE = 16
+#: If more numbers than this are missing in a row, no page of them is looked for.
+GAP = 1000
 #: The advice for a page that is gone.
 PUT_BACK_PAGES = (
     "run 'snapstore repair --apply', or, if an older copy of the repository was put back on purpose, 'snapstore index "
@@ -103,18 +105,24 @@ class Joined:
 
     def _records(self, rows: Graves) -> Iterator[Snapshot]:
         pasts = {number: unpack_pasts(self.pasts[number], self.run) for number in np.unique(rows["page"]).tolist()}
+        ids: dict[int, str | None] = {}  # by seq; None: several have it
+        if any(isinstance(past.parent, int) for of_page in pasts.values() for past in of_page):
+            for seq, name in self._numbers():
+                ids[seq] = None if seq in ids else name
         for row in rows:
             of_page = pasts[int(row["page"])]
             past = of_page[row["at"]] if row["at"] < len(of_page) else None
             if past is not None and isinstance(past.parent, int):
-                past = past._replace(parent=self._of_number(past.parent))
+                past = past._replace(parent=ids.get(past.parent))
             yield grave_record(self.run, row, past)
 
-    def _of_number(self, seq: int) -> str | None:
-        """Return the id of the one snapshot with a sequence number; None: there is none, or there are several."""
-        found = [row.tobytes()[:16].hex() for row in self.graves[self.graves["seq"] == seq]]
-        found += [name for name, record in self.live.items() if record.seq == seq]
-        return found[0] if len(found) == 1 else None
+    def _numbers(self) -> Iterator[tuple[int, str]]:
+        """Yield (seq, id) of every snapshot here."""
+        names = self.graves["id"].astype("S16").tobytes() if len(self.graves) else b""
+        for i, seq in enumerate(self.graves["seq"].tolist()):
+            yield seq, names[16 * i : 16 * i + 16].hex()
+        for name, record in self.live.items():
+            yield record.seq, name
 
     def key_of(self, snapshot_id: str) -> str | None:
         """Return the key of the highest joined revision of a snapshot; None: no page has any."""
@@ -218,11 +226,15 @@ def void_records(keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
 
 def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict[str, str]:
     """Return the records that repeat the id of a joined snapshot under another name: key -> why it is left out."""
+    if not joined:
+        return {}
+    names = {parsed[2]: key for key in keys if (parsed := parse_record_key(key))}
+    ids = np.array([bytes.fromhex(name) for name in names], "S16")
     found: dict[str, str] = {}
-    for key in keys if joined else ():
-        parsed = parse_record_key(key)
-        for one in joined.values() if parsed is not None else ():
-            other = one.key_of(parsed[2])  # type: ignore[index]
+    for one in joined.values():
+        buried = [row.tobytes()[:16].hex() for row in one.graves[np.isin(one.graves["id"], ids)]]
+        for name in (*buried, *(names.keys() & one.live.keys()), *(names.keys() & one.unknown.keys())):
+            key, other = names[name], one.key_of(name)
             if other is not None and name_of_record(other) != name_of_record(key):
                 found[key] = f"{key}: repeats the id of {other}, which is in a page: it is forged; remove it"
     return found
@@ -261,7 +273,8 @@ class PageReader:
         return {run: self._known(run)} if self.exist else {}
 
     def _known(self, run: str) -> Joined:
-        return self._runs[run].joined if run in self._runs else Joined(run)
+        of = self._runs.get(run)
+        return Joined(run) if of is None else of.joined
 
     def some_keys(self, count: int) -> list[str]:
         """Return the keys of some pages that were read."""
@@ -342,25 +355,14 @@ class PageReader:
             return {}
         with self._lock:
             listed = self._listed(run) if run is None or list_too else {}
-            of_volumes = self._counts_of_volumes() if run is None and not self._has_listed_all else {}
-            for name in [run] if run is not None else {**listed, **of_volumes, **dict.fromkeys(self._runs)}:
-                self._compare(name, listed.get(name, {}) if run is None or list_too else None)
-                least = max(max(listed.get(name, {}), default=-1) + 1, of_volumes.get(name, 0))
-                self._read_run(name, least, probe=run is not None, volumes_too=volumes_too)
-                if name in self._runs:
-                    of = self._runs[name]
-                    fresh = {n: _shown(info) for n, info in listed.get(name, {}).items() if n < of.joined.count}
-                    of.listed = fresh | of.listed
+            volumes = self._volumes(run) if volumes_too or (run is None and not self._has_listed_all) else None
+            for name in [run] if run is not None else {**listed, **(volumes or {}), **dict.fromkeys(self._runs)}:
+                of_run = listed.get(name, {}) if run is None or list_too else None
+                again = self._must_read_again(name, of_run)
+                of_volumes = volumes.get(name, []) if volumes is not None else None
+                self._read_run(name, of_run or {}, of_volumes, probe=run is not None, again=again)
             self._has_listed_all |= run is None
             return {name: of.joined for name, of in self._runs.items()} if run is None else self.known(run)
-
-    def _counts_of_volumes(self) -> dict[str, int]:
-        """Return how many pages each run has at least, as its volumes show."""
-        found: dict[str, int] = {}
-        for info in self._store.list("volumes/"):
-            if (parsed := parse_volume_key(info.key)) is not None:
-                found[parsed[0]] = max(found.get(parsed[0], 0), parsed[2] + 1)
-        return found
 
     def copy_of(self, run: str, number: int) -> bytes | None:
         """Return the bytes of a page as a volume has them; None: none has it.
@@ -368,7 +370,7 @@ class PageReader:
         Raises:
             StorageError: the store failed.
         """
-        return self._of_volume(run, number, self._volumes(run)).get(number)
+        return self._of_volumes(run, number, self._volumes(run).get(run, []), most=1).get(number)
 
     def _listed(self, run: str | None) -> dict[str, dict[int, ObjectInfo]]:
         """Return how listings show pages: by run and number."""
@@ -378,23 +380,22 @@ class PageReader:
                 found.setdefault(parsed[0], {})[parsed[1]] = info
         return found
 
-    def _compare(self, run: str, listed: Mapping[int, ObjectInfo] | None) -> None:
-        """Forget the pages of a run if some were damaged, or if a listing shows others in their place.
+    def _must_read_again(self, run: str, listed: Mapping[int, ObjectInfo] | None) -> bool:
+        """Return whether some pages of a run were damaged, or a listing shows others in their place.
 
         Pages that are gone count as damaged; what they said is not forgotten.
         """
         of = self._runs.get(run)
-        if of is None:
-            return
-        shown = {n: _shown(info) for n, info in (listed or {}).items()}
-        others = any(of.listed.get(n, known) != known for n, known in shown.items())
-        missing = [n for n in range(of.joined.count) if n not in shown] if listed is not None else []
+        if of is None or listed is None:
+            return False
+        missing = [n for n in range(of.joined.count) if n not in listed]
         missing = [n for n in missing if page_key(run, n) not in of.joined.mended]
         if gone := [page_key(run, n) for n in missing if not self._is_there(run, n)]:
             lost = {key: f"{key}: is gone: this process has read it; {PUT_BACK_PAGES}" for key in gone}
             of.joined = replace(of.joined, damaged={**of.joined.damaged} | lost)
-        elif others or (of.joined.damaged and listed is not None):
-            del self._runs[run]
+            return False
+        others = any(of.listed.get(n, _shown(info)) != _shown(info) for n, info in listed.items())
+        return others or bool(of.joined.damaged)
 
     def _is_there(self, run: str, number: int) -> bool:
         try:
@@ -403,61 +404,81 @@ class PageReader:
             return False
         return True
 
-    def _read_run(self, run: str, least: int, *, probe: bool, volumes_too: bool = False) -> None:
-        """Read the next pages of a run: `least` in all; and if `probe`, until there is no next one."""
-        before = self._known(run)
+    def _read_run(
+        self,
+        run: str,
+        listed: Mapping[int, ObjectInfo],
+        volumes: list[tuple[int, int, str]] | None,
+        *,
+        probe: bool,
+        again: bool,
+    ) -> None:
+        """Read the next pages of a run: those that a listing or a volume shows, and if `probe`, those after them.
+
+        Args:
+            volumes: (first, last, key) of its volumes; None: they were not listed.
+            again: read all of them, in place of the known ones.
+        """
+        before = Joined(run) if again else self._known(run)
         pages: list[RecordPage] = []
         damaged: dict[str, str] = {}
-        number, held = before.count, dict[int, bytes]()
-        first = self._get(run, [number]) if probe and least <= number else {}
-        volumes: list[tuple[int, int, str]] = []
-        if volumes_too or (not number and self._takes_volumes and (least or first.get(number) is not None)):
-            volumes = self._volumes(run)  # many pages may follow
-            least = max([least, *(last + 1 for _, last, _ in volumes)])
-        while number < least:
-            if number not in held and self._takes_volumes:
-                held = self._of_volume(run, number, volumes)
-            ahead = [n for n in range(number, min(least, number + PAGES_AT_ONCE)) if n not in held]
-            found = {n: held[n] for n in range(number, least) if n in held} if not ahead else self._get(run, ahead)
-            number = self._take(run, number, least, {**held, **found}, pages, damaged)
+        number = before.count
+        first = self._get(run, [number]) if probe and number not in listed else {}
+        if volumes is None and not number and self._takes_volumes and (listed or first.get(number) is not None):
+            volumes = self._volumes(run).get(run, [])  # many pages may follow
+        held = self._of_volumes(run, number, volumes or [])
+        there = {n for n in (*listed, *held) if n >= number}
+        for end in sorted(there):
+            if end - number > GAP:  # no process leaves so many out
+                key = page_key(run, number)
+                damaged[key] = f"{key}: is gone, and so are all up to {page_key(run, end - 1)}"
+                number = end
+            there.update(range(number, end))
+            number = end + 1
+        wanted = sorted(n for n in there)
+        for at in range(0, len(wanted), PAGES_AT_ONCE):
+            some = wanted[at : at + PAGES_AT_ONCE]
+            unread = [n for n in some if n not in held or not self._takes_volumes]
+            found = self._get(run, unread) if unread else {}
+            for n in some:
+                self._take(run, n, found.get(n, held.get(n) if n not in found else None), pages, damaged)
         while probe:
             (data,) = first.values() if number in first else self._get(run, [number]).values()
             if data is None or (isinstance(data, SnapstoreError) and not self._is_there(run, number)):
                 break
-            number = self._take(run, number, number + 1, {number: data}, pages, damaged)
-        if pages or damaged:
-            joined = before.with_pages(pages, damaged)
-            if joined.count < number:  # the last of them are damaged
-                joined = replace(joined, count=number)
-            self._runs.setdefault(run, _PagesOfRun(joined)).joined = joined
+            self._take(run, number, data, pages, damaged)
+            number += 1
+        joined = before.with_pages(pages, damaged) if pages or damaged else before
+        if joined.count < number:  # the last of them are damaged
+            joined = replace(joined, count=number)
+        if joined.count or run in self._runs:
+            shown = {} if again else dict(self._runs[run].listed) if run in self._runs else {}
+            fresh = {n: _shown(info) for n, info in listed.items() if n < joined.count}
+            self._runs[run] = _PagesOfRun(joined, fresh | shown)
 
     def _take(
         self,
         run: str,
         number: int,
-        end: int,
-        found: Mapping[int, bytes | SnapstoreError | None],
+        data: bytes | SnapstoreError | None,
         pages: list[RecordPage],
         damaged: dict[str, str],
-    ) -> int:
-        """Decode pages from a number on; return the number of the next one that was not found here."""
-        while number < end and number in found:
-            key, data = page_key(run, number), found[number]
-            try:
-                if data is None or isinstance(data, SnapstoreError):  # one answer proves nothing
-                    (data,) = self._get(run, [number]).values()
-                if data is None:
-                    raise NotFoundError(f"{key}: is gone: a later page or a volume shows that it was there")
-                if isinstance(data, SnapstoreError):
-                    raise data
-                pages.append(read_page(data, key))
-            except (*DAMAGE, NotFoundError, StorageError) as error:
-                damaged[key] = str(error)
-                log.warning("page %s cannot be used: %s", key, error)
-                if (copy := self.copy_of(run, number)) is not None:
-                    pages.append(read_page(copy, key))
-            number += 1
-        return number
+    ) -> None:
+        """Decode a page, or a copy of it; note it if it is damaged or gone."""
+        key = page_key(run, number)
+        try:
+            if data is None or isinstance(data, SnapstoreError):  # one answer proves nothing
+                (data,) = self._get(run, [number]).values()
+            if data is None:
+                raise NotFoundError(f"{key}: is gone: a later page or a volume shows that it was there")
+            if isinstance(data, SnapstoreError):
+                raise data
+            pages.append(read_page(data, key))
+        except (*DAMAGE, StorageError) as error:
+            damaged[key] = str(error)
+            log.warning("page %s cannot be used: %s", key, error)
+            if (copy := self.copy_of(run, number)) is not None:
+                pages.append(read_page(copy, key))
 
     def _get(self, run: str, numbers: Sequence[int]) -> dict[int, bytes | SnapstoreError | None]:
         """Return the bytes of pages, or the error of reading each; None: there is none.
@@ -482,20 +503,36 @@ class PageReader:
         with Threads(PAGES_AT_ONCE) as threads:
             return dict(zip(numbers, threads.start(get, numbers)(), strict=True))
 
-    def _volumes(self, run: str) -> list[tuple[int, int, str]]:
-        """Return (first, last, key) of the volumes of a run."""
-        found = ((parse_volume_key(info.key), info.key) for info in self._store.list(f"volumes/{run}/"))
-        return [(parsed[1], parsed[2], key) for parsed, key in found if parsed is not None]
+    def _volumes(self, run: str | None) -> dict[str, list[tuple[int, int, str]]]:
+        """Return (first, last, key) of the volumes of a run (None: of all), by run."""
+        found: dict[str, list[tuple[int, int, str]]] = {}
+        for info in self._store.list("volumes/" if run is None else f"volumes/{run}/"):
+            if (parsed := parse_volume_key(info.key)) is not None:
+                found.setdefault(parsed[0], []).append((parsed[1], parsed[2], info.key))
+        return found
 
-    def _of_volume(self, run: str, number: int, volumes: Iterable[tuple[int, int, str]]) -> dict[int, bytes]:
-        """Return the pages of the volume that has this page and most after it; empty if none can be read."""
-        having = [(last, first, key) for first, last, key in volumes if first <= number <= last]
-        for _, first, key in sorted(having, reverse=True):
+    def _of_volumes(
+        self, run: str, number: int, volumes: Iterable[tuple[int, int, str]], *, most: int = 1 << 30
+    ) -> dict[int, bytes]:
+        """Return the pages from a number on that volumes have, as few of them as possible; at most `most` are read.
+
+        What a name says counts only once the volume was read.
+        """
+        found: dict[int, bytes] = {}
+        left = [(first, last, key) for first, last, key in volumes if last >= number]
+        while left and most:
+            here = [one for one in left if one[0] <= number]
+            if not here and most == 1:
+                break
+            chosen = max(here, key=lambda one: one[1]) if here else min(left)
             try:
-                pages = read_volume(self._store.get(key, limit_bytes=VOLUME_LIMIT_BYTES), key)
-                for n, data in enumerate(pages, first):
-                    read_page(data, page_key(run, n))
-                return dict(enumerate(pages, first))
-            except (*DAMAGE, NotFoundError, StorageError) as error:  # another process has merged it, or it is damaged
-                log.info("volume %s cannot be used: %s", key, error)
-        return {}
+                data = self._store.get(chosen[2], limit_bytes=VOLUME_LIMIT_BYTES)
+                pages = dict(enumerate(read_volume(data, chosen[2]), chosen[0]))
+                for n, page in pages.items():
+                    read_page(page, page_key(run, n))
+                found = pages | found
+                number, most = max(number, chosen[1] + 1), most - 1
+            except (*DAMAGE, StorageError) as error:  # another process has merged it, or it is damaged
+                log.info("volume %s cannot be used: %s", chosen[2], error)
+            left = [one for one in left if one != chosen and one[1] >= number]
+        return found

@@ -346,9 +346,10 @@ class _RecordScanner:
 
     def _compare_with_index(self, found: Snapshot, view: View | None) -> None:
         known = view.get(found.id) if view else None
-        if known is not None and known.revision == found.revision and known.write_id != found.write_id:
+        is_other = known is not None and known.revision == found.revision and known.write_id != found.write_id
+        if is_other and found.write_id and self._index.pages.exist:
             known = self._index.refresh(found.run).get(found.id)  # one was void, and a join has deleted it
-        if known is None or known.revision != found.revision or not known.write_id:
+        if known is None or known.revision != found.revision or not (known.write_id and found.write_id):
             return
         if records.encode(known) != records.encode(found):  # not `known != found`: metrics may be NaN
             self._findings.problem("index", found.key, f"{found.key}: differs from the index", command=REBUILD)

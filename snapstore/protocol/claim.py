@@ -298,7 +298,7 @@ class Claim(Putter):
                 raise of_unknown_outcome(error) from error
             if ruling.write_id == snapshot.write_id:  # a response may have been lost; the commit was not
                 ruling = self._looked(snapshot)
-            if ruling.write_id == snapshot.write_id:
+            if self._is_of(snapshot, ruling):
                 return snapshot
             raise ConflictError(
                 f"{self.verb} {snapshot.ref}: its record exists already as {ruling.state!r} "
@@ -365,6 +365,11 @@ class Claim(Putter):
                 time.sleep(0.05 * 4 ** (attempt - 1))
         raise AssertionError("unreachable")
 
+    def _is_of(self, snapshot: Snapshot, ruling: Snapshot) -> bool:
+        """Return whether a ruling record is ours, or follows ours: nobody else commits revision 0 of a save."""
+        follows = not snapshot.revision and ruling.revision > 0 and ruling.state != records.ABORTED
+        return follows or ruling.write_id == snapshot.write_id
+
     def _has_session(self) -> bool:
         """Return whether one answer shows the session."""
         try:
@@ -397,7 +402,8 @@ class Claim(Putter):
             orphaned_sessions.discard(self.id)
             self._release()
         assert self._found is not None
-        return self._in_pages(self._found)
+        self._found = self._in_pages(self._found)
+        return self._found
 
     def has_record(self) -> bool:
         """Return whether the key has a record, which may not be durable.
@@ -422,11 +428,13 @@ class Claim(Putter):
         try:
             ruling = self._in_pages(self._create(substitute))
         except SnapstoreError:
+            self._may_land, self._found = True, None
             raise StorageError(
                 f"{self.verb} {snapshot.ref}: the commit failed and could not be rolled back ({failure}); {UNKNOWN}"
             ) from failure
-        if ruling.write_id != snapshot.write_id:
+        if not self._is_of(snapshot, ruling):
             raise failure
+        self._found = ruling
 
 
 def of_unknown_outcome(error: SnapstoreError) -> StorageError:

@@ -30,6 +30,8 @@ from .liveness import PREFIX, listed_sessions
 
 #: A page is made once so many snapshots can be joined; it takes at most MOST of them.
 AT_LEAST, MOST = 64, 256
+#: A larger record stays loose [bytes]: a page of MOST such records still has room for their names.
+LARGEST_BYTES = MAX_LIVE_BYTES // MOST - 1024
 #: Each volume covers as many pages, or this many times as many, as one before it.
 GROWTH = 8
 
@@ -132,7 +134,7 @@ def _chosen(
         if len(data) != infos[key].size_bytes:  # of another release, which packs otherwise
             data = context.store.get(key, limit_bytes=MAX_OBJECT_BYTES)
             record = records.decode(data, Snapshot, key)
-        if len(data) <= MAX_LIVE_BYTES // MOST:
+        if len(data) <= LARGEST_BYTES:
             found.append((record, data))
     return sorted(found, key=lambda one: (one[0].seq, one[0].id))
 
@@ -144,6 +146,7 @@ def _put_page(context: Context, run: str, number: int, chosen: list[tuple[Snapsh
         StorageError: it is not there.
     """
     key, data = page_key(run, number), make_page(run, number, chosen)
+    read_page(data, key)  # nobody could read it otherwise, nor replace it
     try:
         context.store.put(key, data)
     except AlreadyExistsError:

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..catalog.read_twice import listed, read_small
 from ..catalog.record_listing import repeats_id
 from ..context import Context
-from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError, StorageError
+from ..errors import CapabilityError, FormatError, IntegrityError, NotFoundError, StorageError, UnknownFormatError
 from ..format import records
 from ..format.keys import parse_record_key, record_key
 from ..format.records import ABORTED, Session, Snapshot
@@ -147,7 +147,9 @@ def _blocking_record(context: Context, session: Session) -> Snapshot | None:
     joined = context.index.pages.look(run)
     if joined is not None and joined.revision_of(snapshot_id) >= revision - 1:
         record = joined.record_of(snapshot_id)
-        return record.revised() if record is not None and record.key == before else None  # a later page blocks it
+        if record is None:
+            raise UnknownFormatError(f"{before}: is in a page, and only another release can read it; run that one's gc")
+        return record.revised() if record.key == before else None  # a later page blocks it
     try:
         return read_small(store, Snapshot, before).revised()
     except NotFoundError as error:

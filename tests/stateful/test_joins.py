@@ -17,7 +17,7 @@ from kit.actors import Actor
 from kit.faults import CRASHES, FAILURES, Crash, FaultStore, one_thread
 from kit.objects import clone, flip, keys_of
 from kit.processes import ROOT
-from kit.repositories import check_clean, check_whole, created, created_like, opened, save
+from kit.repositories import OPTIONS, check_clean, check_whole, created, created_like, opened, save, values
 from kit.samples import SEED
 from kit.schedules import collecting, forgetting, saving, tagging, unforgetting
 from kit.tally import tally
@@ -33,6 +33,7 @@ from snapstore import (
     StorageError,
 )
 from snapstore.catalog import config
+from snapstore.catalog.pages import PageReader
 from snapstore.errors import SnapstoreError
 from snapstore.format import records
 from snapstore.format.records import PAGES
@@ -295,6 +296,8 @@ class Deaf(MemoryStore):
         super().__init__()
         self._objects, self.puts = made._objects, 0
 
+    revises = staticmethod(lambda repository: None)
+
     def _fails(self, key):
         return "/000000000009-" in key and self.puts < 5
 
@@ -311,6 +314,7 @@ class Deaf(MemoryStore):
             give_up(honest)
             with opened(honest) as repository:
                 save(repository, "a", 10, 10)  # so that a@9 is not the newest
+                self.revises(repository)
             join(honest)
             assert not [key for key in loose(honest) if "/000000000009-" in key]
         if self._fails(key):
@@ -323,14 +327,63 @@ class Deaf(MemoryStore):
         return super().get(key, **options)
 
 
-def test_a_save_that_fails_finds_that_it_was_committed_and_joined(store, monkeypatch):
+@pytest.mark.parametrize("revised", ["", "tagged", "forgotten"])
+def test_a_save_that_fails_finds_that_it_was_committed_and_joined(store, revised, monkeypatch):
     monkeypatch.setattr(claim.time, "sleep", lambda _: None)
     deaf = Deaf(store)
+    if revised == "tagged":
+        deaf.revises = lambda repository: repository.tag("a@9", "good")
+    elif revised == "forgotten":
+        deaf.revises = lambda repository: repository.forget_snapshots(["a@9"])
     with opened(deaf) as repository:
-        assert save(repository, "a", 9, 9).state == "committed"
+        save(repository, "a", 9, 9)
     assert deaf.puts == 5
-    assert [state for step, state, _ in states(store) if step == 9] == ["committed"]
+    wanted = "forgotten" if revised == "forgotten" else "committed"
+    assert [state for step, state, _ in states(store) if step == 9] == [wanted]
     clean(store)
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_a_save_that_is_tried_again_deletes_nothing_of_one_that_was_joined(store, tagged, monkeypatch):
+    """The look behind its failure has no answer either, or others have tagged what it has committed."""
+    monkeypatch.setattr(claim.time, "sleep", lambda _: None)
+    deaf, real, failed = Deaf(store), PageReader.look, []
+    if tagged:
+        deaf.revises = lambda repository: repository.tag("a@9", "good")
+
+    def look(self, run, **options):
+        if not tagged and deaf.puts == 5 and self._store is deaf and not failed:
+            failed.append(run)
+            raise StorageError("no answer")
+        return real(self, run, **options)
+
+    monkeypatch.setattr(PageReader, "look", look)
+    with (
+        SnapshotManager(deaf, run="a", on_error="warn", options=OPTIONS, async_save=False) as snapshots,
+        suppress(StorageError),
+    ):
+        snapshots.save(9, values("a", 9), metadata=["a", 9])
+    assert next(state for step, state, _ in states(store) if step == 9) == "committed"
+    clean(store)
+
+
+def test_a_config_is_reconstructed_with_its_pages(store):
+    before = states(store)
+    join(store)
+    store.delete(["config"])
+    with opened(store, damaged=True) as repository:
+        repository.repair(apply=True)
+    assert states(store) == before
+    clean(store)
+
+
+def test_large_records_stay_loose(store):
+    with opened(store) as repository:
+        save(repository, "a", 4, 4, tags=())
+        repository.save({"x": np.zeros(2)}, run="a", step=5, metadata="x" * 200_000)
+        save(repository, "a", 6, 6)
+    join(store)
+    assert [key for key in loose(store) if "/000000000005-" in key]
 
 
 def test_a_join_leaves_alone_what_sessions_announce(store):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.objects import flip
-from snapstore.catalog.pages import Joined, PageReader
+from snapstore.catalog.pages import Joined, PageReader, repeated_by_pages
 from snapstore.errors import FormatError, IntegrityError, StorageError
 from snapstore.format import pages, records
 from snapstore.format.keys import page_key, parse_page_key, parse_volume_key, volume_key
@@ -340,3 +340,23 @@ def test_a_failed_look_for_the_next_page_makes_none(monkeypatch):
     monkeypatch.setattr(MemoryStore, "get", get)
     joined = reader.read("a")["a"]
     assert (joined.count, joined.damaged) == (2, {})
+
+
+@pytest.mark.parametrize("key", [volume_key("a", 0, 10**9 - 2, "f" * 32), page_key("a", 10**9 - 1)])
+def test_one_forged_name_costs_little(key):
+    """And what is there is found."""
+    store = filled(3)
+    store.put(key, b"")
+    store.asked.clear()
+    joined = PageReader(store).read(None)["a"]
+    assert [s.step for s in joined.grave_records()] == [0, 1, 2]
+    assert len(joined.damaged) <= 2
+    assert len(store.asked) < 30
+
+
+def test_ids_that_other_runs_have_in_pages():
+    joined = {"a": Joined("a").with_pages([pages.read_page(page_of(0, {IDS[1]: (2, SWEPT, 0)}), page_key("a", 0))], {})}
+    own = record(IDS[1], 1, COMMITTED, 0).key
+    forged = own.replace("/a/", "/b/")
+    assert repeated_by_pages([own, record(IDS[0], 0, COMMITTED, 0).key], joined) == {}
+    assert [*repeated_by_pages([forged], joined)] == [forged]

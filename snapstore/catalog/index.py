@@ -116,7 +116,7 @@ class Index:
         self._noted: set[str] = set()  # keys of records of which the cache does not know it (`_note_listing`)
         self._listed: set[str | None] = set()  # the runs that were listed; None: all of them at once
         self._loaded: set[str] = set()  # the prefixes whose cached records are in memory
-        self._gathering, self.pages = Gathering(), PageReader(store, has_pages=has_pages)
+        self._gathering, self.pages = Gathering(), PageReader(store, folder, has_pages=has_pages)
         if folder is None:
             return
         try:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -45,6 +46,7 @@ from ..format.records import Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from ..text import log, strip_hint
 from ..threads import Threads
+from .page_cache import PageCache, Shown
 from .read_twice import read_small
 
 #: The most bytes of a page or a volume as stored.
@@ -245,10 +247,10 @@ class _PagesOfRun:
     """The pages of one run as this process has read them, and how listings show them."""
 
     joined: Joined
-    listed: dict[int, tuple[int, float, str]] = field(default_factory=dict)
+    listed: dict[int, Shown] = field(default_factory=dict)
 
 
-def _shown(info: ObjectInfo) -> tuple[int, float, str]:
+def _shown(info: ObjectInfo) -> Shown:
     return info.size_bytes, info.modified_s, info.tag
 
 
@@ -256,14 +258,18 @@ class PageReader:
     """Reads the pages of one store. Safe to use from several threads.
 
     Args:
+        folder: of the index, for the pages that earlier processes have read; None: nothing is cached.
         takes_volumes: whether volumes may save the reads of pages.
 
     Attributes:
         exist: whether the repository may have pages. If not, nothing is read.
     """
 
-    def __init__(self, store: ObjectStore, *, has_pages: bool = True, takes_volumes: bool = True) -> None:
+    def __init__(
+        self, store: ObjectStore, folder: Path | None = None, *, has_pages: bool = True, takes_volumes: bool = True
+    ) -> None:
         self._store, self.exist, self._takes_volumes = store, has_pages, takes_volumes
+        self._cache = PageCache(folder and folder / "pages")
         self._runs: dict[str, _PagesOfRun] = {}
         self._has_listed_all = False
         self._lock = threading.RLock()
@@ -285,6 +291,7 @@ class PageReader:
         with self._lock:
             self._runs.clear()
             self._has_listed_all = False
+            self._cache.wipe()
 
     def look(self, run: str, *, list_too: bool = True, volumes_too: bool = False) -> Joined | None:
         """Read the pages of a run that are new; None: there are no pages. See `read`."""
@@ -354,7 +361,12 @@ class PageReader:
         if not self.exist:
             return {}
         with self._lock:
+            is_cached = run is not None and run not in self._runs and self._load(run)
+            list_too = list_too or is_cached  # the pages there may be those of another time
             listed = self._listed(run) if run is None or list_too else {}
+            for name in self._cache.runs() if run is None else ():
+                if name not in self._runs:
+                    self._load(name)
             volumes = self._volumes(run) if volumes_too or (run is None and not self._has_listed_all) else None
             for name in [run] if run is not None else {**listed, **(volumes or {}), **dict.fromkeys(self._runs)}:
                 of_run = listed.get(name, {}) if run is None or list_too else None
@@ -363,6 +375,15 @@ class PageReader:
                 self._read_run(name, of_run or {}, of_volumes, probe=run is not None, again=again)
             self._has_listed_all |= run is None
             return {name: of.joined for name, of in self._runs.items()} if run is None else self.known(run)
+
+    def _load(self, run: str) -> bool:
+        """Take the pages of a run that the cache has; return whether there are some."""
+        cached = self._cache.load(run)
+        if cached:
+            joined = Joined(run).with_pages([page for page, _ in cached], {})
+            listed = {page.number: shown for page, shown in cached if shown is not None}
+            self._runs[run] = _PagesOfRun(joined, listed)
+        return bool(cached)
 
     def copy_of(self, run: str, number: int) -> bytes | None:
         """Return the bytes of a page as a volume has them; None: none has it.
@@ -455,6 +476,10 @@ class PageReader:
             shown = {} if again else dict(self._runs[run].listed) if run in self._runs else {}
             fresh = {n: _shown(info) for n, info in listed.items() if n < joined.count}
             self._runs[run] = _PagesOfRun(joined, fresh | shown)
+            if again or damaged:
+                self._cache.wipe(run)
+            if pages and not damaged:
+                self._cache.add(run, before.count, [(page, fresh.get(page.number)) for page in pages])
 
     def _take(
         self,

@@ -360,3 +360,75 @@ def test_ids_that_other_runs_have_in_pages():
     forged = own.replace("/a/", "/b/")
     assert repeated_by_pages([own, record(IDS[0], 0, COMMITTED, 0).key], joined) == {}
     assert [*repeated_by_pages([forged], joined)] == [forged]
+
+
+def cached(store, folder):
+    """Return a reader with a cache, as a new process has it."""
+    return PageReader(store, folder)
+
+
+def test_a_process_takes_the_pages_of_an_earlier_one(tmp_path):
+    store = filled(5, [(0, 3)])
+    for _ in range(2):
+        assert cached(store, tmp_path).read("a")["a"].count == 5
+    store.asked.clear()
+    joined = cached(store, tmp_path).read("a")["a"]
+    assert [s.step for s in joined.grave_records()] == [*range(5)]
+    assert store.asked == [("list", "pages/a/"), ("get", page_key("a", 5))]
+    store.asked.clear()
+    assert cached(store, tmp_path).read(None)["a"].count == 5
+    assert store.asked == [("list", "pages/"), ("list", "volumes/")]
+
+
+def test_pages_that_two_processes_add_count_once(tmp_path):
+    store = filled(6)
+    readers = [cached(store, tmp_path) for _ in range(3)]
+    for reader in readers:
+        reader.read("a")
+    store.put(page_key("a", 6), page_of(6, {IDS[6]: (1, COMMITTED, 9)}))
+    for reader in readers:
+        reader.read("a")
+    joined = cached(store, tmp_path).read("a")["a"]
+    assert (joined.count, joined.revision_of(IDS[6])) == (7, 1)
+
+
+def test_a_damaged_cache_costs_only_requests(tmp_path):
+    store = filled(4)
+    cached(store, tmp_path).read("a")
+    file = tmp_path / "pages" / "a"
+    whole = file.read_bytes()
+    for bad in (
+        b"",
+        whole[:-1],
+        whole[:100],
+        b"x" * len(whole),
+        whole[: len(whole) // 2] + b"x" + whole[len(whole) // 2 + 1 :],
+    ):
+        file.write_bytes(bad)
+        joined = cached(store, tmp_path).read("a")["a"]
+        assert [s.step for s in joined.grave_records()] == [0, 1, 2, 3]
+    file.unlink()
+    file.mkdir()
+    assert cached(store, tmp_path).read("a")["a"].count == 4
+
+
+def test_pages_of_another_time_are_not_believed(tmp_path):
+    """An older copy of the repository was put back: what the cache knows is not forgotten without a word."""
+    store = filled(4)
+    cached(store, tmp_path).read(None)
+    store.delete([page_key("a", 3)])
+    joined = cached(store, tmp_path).read("a")["a"]
+    assert [*joined.damaged] == [page_key("a", 3)]
+    store.put(page_key("a", 3), page_of(3, {IDS[6]: (1, COMMITTED, 9)}))
+    reader = cached(store, tmp_path)
+    joined = reader.read("a")["a"]
+    assert (joined.damaged, joined.revision_of(IDS[6])) == ({}, 1)
+    store.delete([page_key("a", n) for n in range(4)])
+    assert len(cached(store, tmp_path).read(None)["a"].damaged) == 4
+    reader.forget()
+    assert cached(store, tmp_path).read(None) == {}
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "pages").write_bytes(b"")
+    assert cached(filled(3), tmp_path).read("a")["a"].count == 3

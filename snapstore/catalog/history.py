@@ -271,9 +271,9 @@ class View:
 
     def _graves(self, run: str | None) -> Iterator[Snapshot]:
         """Yield what is left of the records of a run (None: of all) of which pages keep graves."""
+        later = self._by_id.keys() | self._unread_ids()
         for one in self._joined.values():
             if run in (None, one.run):
-                later = self._by_id.keys() | self._unread_ids()
                 yield from (s for s in one.grave_records() if s.id not in later)
 
     def _unread_ids(self) -> set[str]:

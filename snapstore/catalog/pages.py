@@ -66,7 +66,7 @@ HELD = np.dtype([*GRAVE.descr, ("page", "<u4"), ("at", "<u2")])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """What the pages of a run say. It never changes: another page makes another one.
+    """The joined records of one run. It is immutable: `with_pages` returns another one.
 
     Attributes:
         count: how many pages there are.
@@ -148,7 +148,7 @@ class Joined:
     def makes_void(self, record: Snapshot) -> bool:
         """Return whether a record that was put is void, as a page has its revision, not by this PUT, or a later one.
 
-        Of a grave the state counts: it has no write id, and its final state is the same whoever has put it.
+        A grave has no write id, so its revision and its state are compared: a final state is the same for all writers.
         """
         if self.revision_of(record.id) < record.revision:
             return False
@@ -353,7 +353,7 @@ class PageReader:
             volumes_too: list volumes as well: a page that one of them has was there. Who uses the next number must.
 
         Returns:
-            What they say, by run; empty: there are no pages.
+            The joined records by run; an empty dict if the repository has no pages.
 
         Raises:
             StorageError: the store failed.
@@ -541,7 +541,7 @@ class PageReader:
     ) -> dict[int, bytes]:
         """Return the pages from a number on that volumes have, as few of them as possible; at most `most` are read.
 
-        What a name says counts only once the volume was read.
+        The range in a name may be forged: it counts only after the volume was read.
         """
         found: dict[int, bytes] = {}
         left = [(first, last, key) for first, last, key in volumes if last >= number]

@@ -18,7 +18,7 @@ from .report import Findings
 
 @dataclass(frozen=True, slots=True)
 class PageScan:
-    """What pages say.
+    """The result of a scan of pages and volumes.
 
     Attributes:
         joined: by run.

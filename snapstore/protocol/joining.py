@@ -38,7 +38,7 @@ GROWTH = 8
 
 @dataclass(slots=True)
 class JoinResult:
-    """What a join has done.
+    """The outcome of a join.
 
     Attributes:
         snapshots: how many snapshots are in the new pages.
@@ -194,7 +194,7 @@ def _require_same(context: Context, key: str, data: bytes) -> None:
         if context.store.get(key, limit_bytes=VOLUME_LIMIT_BYTES) == data:
             return
         why = "has other bytes"
-    except (*DAMAGE, NotFoundError) as error:
+    except DAMAGE as error:
         why = str(error)
     raise StorageError(f"{key} in {context.store.url}: was put, but {why}; its records stay as they are")
 

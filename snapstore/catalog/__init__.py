@@ -8,8 +8,9 @@ record_listing.py   list records: what an index knows of each, the ruling ones, 
 read_twice.py       distinguish a bad sector from an outage by a second read
 index.py            cache records and manifest headers; `refresh` lists the store and returns a View
 gathering.py        gather what a verb caches, for one write
+joined.py           what the pages of a run say about its snapshots, as rows of numbers
 page_cache.py       keep pages as files beside the index
-pages.py            what pages say about the snapshots of each run
+pages.py            read pages and volumes
 damage_marks.py     which snapshots are known to be damaged
 lmdb_file.py        where an index lies, its one LMDB environment in this process, and the seal on its file
 history.py          View: answers every question about snapshots from one listing

@@ -17,11 +17,11 @@ from ..checks import check_ref
 from ..errors import IntegrityError, InvalidInputError, NotFoundError, StorageError, UnreadRecordError
 from ..format import records
 from ..format.keys import ID_DIGITS, NAME, parse_record_key
-from ..format.records import ABORTED, COMMITTED, FORGOTTEN, SWEPT, Snapshot
+from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 from ..storage.base import ObjectStore
 from ..text import counted, quoted, some, strip_hint
 from . import policy_store
-from .pages import Joined
+from .joined import TAGGED, WHOLE, Joined
 from .record_listing import copied
 
 #: The advice for records that have vanished: the index may hold the last copy.
@@ -64,15 +64,18 @@ class View:
         known: Mapping[str, Snapshot] | None = None,
         repeated: Mapping[str, str] | None = None,
         store: ObjectStore | None = None,
+        joined: Mapping[str, Joined] | None = None,
     ) -> None:
-        wrong = misnumbered(ruling := list(ruling))
+        self._joined = dict(joined or {})  # what pages say, by run
+        wrong = misnumbered(ruling := list(ruling), self._joined)
         self._by_id = {snapshot.id: snapshot for snapshot in ruling if not wrong or snapshot.key not in wrong}
         self._store = store  # for the policies that `run@best` needs
-        self._joined: Mapping[str, Joined] = {}  # what pages say, by run; the index sets it
         self._by_run: dict[str, list[Snapshot]] = {}  # these two are filled once a run is asked for
         self._tagged: dict[str, dict[str, list[Snapshot]]] = {}
-        self.damaged = {**damaged, **wrong}
         self.unread, self.repeated = dict(unread or {}), dict(repeated or {})
+        known_by = {parsed[2] for parsed in map(parse_record_key, (*damaged, *wrong, *self.unread)) if parsed}
+        self._loose = self._by_id.keys() | known_by  # the ids about which pages are not asked
+        self.damaged = {**damaged, **wrong, **self._damaged_in_pages()}
         self.vanished = [snapshot.key for snapshot in vanished]
         self._known = dict(known or {})  # id -> another revision, where a damaged or unread record has one
         self.missing = self._missing(vanished) if vanished else []
@@ -93,8 +96,17 @@ class View:
         """Return this View with later revisions of some of its snapshots, which this process has made since."""
         view = copy.copy(self)
         view._by_id = {**self._by_id, **{snapshot.id: snapshot for snapshot in made}}
+        view._loose = self._loose | view._by_id.keys()
         view._by_run, view._tagged = {}, {}
         return view
+
+    def _damaged_in_pages(self) -> dict[str, str]:
+        """Return key -> why of damaged pages, and of those of their records that do not decode."""
+        found: dict[str, str] = {}
+        for one in self._joined.values():
+            found |= one.damaged
+            found |= {key: why for name, (key, why) in one.unknown.items() if name not in self._loose}
+        return found
 
     def _require_listed(self, run: str | None = None) -> None:
         """Raise AssertionError if the listing did not show all records of a run (None: of all runs)."""
@@ -226,23 +238,44 @@ class View:
         """Return the snapshots of a run (None: of all runs) in some states (None: in any), sorted by run and seq."""
         return [copied(s) for s in self._chosen(run, states)]
 
+    def last(self, run: str, count: int) -> list[Snapshot]:
+        """Return the last committed snapshots of a run, as `snapshots` sorts them; no others are decoded."""
+        self._require_listed(run)
+        found = [s for s in self._by_id.values() if s.run == run and s.state == COMMITTED]
+        one = self._joined.get(run)
+        if one is not None and one.seqs and sum(s.seq > one.seqs[-1] for s in found) < count:
+            found += one.last(count, self._loose)
+        return [copied(s) for s in sorted(found, key=lambda s: (s.seq, s.id))[-count:]]
+
     def _chosen(self, run: str | None = None, states: tuple[str, ...] | None = (COMMITTED,)) -> list[Snapshot]:
         """Return the same as `snapshots`, not copied, so only for use in here."""
         if run is not None and states == (COMMITTED,):
             return self._committed(run)
         self._require_listed(run)
-        graves = self._graves(run) if states is None or SWEPT in states or ABORTED in states else ()
-        of_run = (s for s in self._by_id.values() if run is None or s.run == run)
-        chosen = (s for s in (*of_run, *graves) if states is None or s.state in states)
-        return sorted(chosen, key=lambda s: (s.run, s.seq, s.id))
+        loose = (s for s in self._by_id.values() if run in (None, s.run) and (states is None or s.state in states))
+        return sorted((*loose, *self._of_pages(run, states)), key=lambda s: (s.run, s.seq, s.id))
+
+    def _of_pages(self, run: str | None, states: tuple[str, ...] | None, flags: int = 0) -> Iterator[Snapshot]:
+        """Yield the records of a run (None: of all) that pages have, see `Joined.records`."""
+        for one in self._joined.values():
+            if run in (None, one.run):
+                yield from one.records(states, self._loose, flags=flags)
 
     def _committed(self, run: str) -> list[Snapshot]:
         """Return the committed snapshots of a run, oldest first; the list is sorted once."""
         self._require_listed(run)
         if run not in self._by_run:
-            chosen = (s for s in self._by_id.values() if s.run == run and s.state == COMMITTED)
-            self._by_run[run] = sorted(chosen, key=lambda s: (s.seq, s.id))
+            loose = (s for s in self._by_id.values() if s.run == run and s.state == COMMITTED)
+            of_pages = self._of_pages(run, (COMMITTED,))
+            self._by_run[run] = sorted((*loose, *of_pages), key=lambda s: (s.seq, s.id))
         return self._by_run[run]
+
+    def has(self, run: str, states: tuple[str, ...] | None = (COMMITTED,)) -> bool:
+        """Return whether there is a snapshot of a run in some states (None: in any)."""
+        self._require_listed(run)
+        if any(s.run == run and (states is None or s.state in states) for s in self._by_id.values()):
+            return True
+        return run in self._joined and self._joined[run].has(states, self._loose)
 
     def require_run(self, run: str, states: tuple[str, ...] | None = (COMMITTED,)) -> None:
         """Raise unless there is a snapshot of this run in one of the states (None: in any).
@@ -251,7 +284,7 @@ class View:
             NotFoundError: there is none; the message lists the runs.
             IntegrityError, StorageError: it may have one, whose record is gone or cannot be read.
         """
-        if not self._chosen(run, states):
+        if not self.has(run, states):
             self.require_known(f"run {quoted(run)}", run)
             there = "" if self.only_run else f"; runs: {', '.join(self.runs(states)) or 'none'}"
             raise NotFoundError(f"run {quoted(run)}: has no snapshots in this repository{there}")
@@ -261,32 +294,24 @@ class View:
         if (found := self._by_id.get(snapshot_id)) is not None:
             return copied(found)
         is_id = len(snapshot_id) == ID_DIGITS and set(snapshot_id) <= set("0123456789abcdef")
-        is_id = is_id and snapshot_id not in self._unread_ids()
-        graves = (one.grave_record(snapshot_id) for one in self._joined.values() if is_id)
-        return next((found for found in graves if found is not None), None)
+        found_in = (one.record_of(snapshot_id) for one in self._joined.values() if is_id)
+        found = next((one for one in found_in if one is not None), None) if snapshot_id not in self._loose else None
+        return copied(found) if found is not None else None
 
     def with_records(self) -> list[Snapshot]:
         """Return the snapshots whose records are there whole: all but those of which pages keep graves."""
-        return [copied(s) for s in self._by_id.values()]
-
-    def _graves(self, run: str | None) -> Iterator[Snapshot]:
-        """Yield what is left of the records of a run (None: of all) of which pages keep graves."""
-        later = self._by_id.keys() | self._unread_ids()
-        for one in self._joined.values():
-            if run in (None, one.run):
-                yield from (s for s in one.grave_records() if s.id not in later)
-
-    def _unread_ids(self) -> set[str]:
-        """Return the ids of the snapshots whose ruling record is damaged or unread."""
-        return {parsed[2] for parsed in map(parse_record_key, (*self.damaged, *self.unread)) if parsed}
+        return [copied(s) for s in (*self._by_id.values(), *self._of_pages(None, None, WHOLE))]
 
     def tagged(self, run: str) -> dict[str, list[Snapshot]]:
         """Return the committed snapshots with each tag of a run, in their order. The tag means the last of them."""
         if run not in self._tagged:
             found: dict[str, list[Snapshot]] = {}
-            for snapshot in self.snapshots(run):
+            self._require_listed(run)
+            loose = (s for s in self._by_id.values() if s.run == run and s.state == COMMITTED)
+            of_pages = self._of_pages(run, (COMMITTED,), TAGGED)
+            for snapshot in sorted((*loose, *of_pages), key=lambda s: (s.seq, s.id)):
                 for name in snapshot.tags:
-                    found.setdefault(name, []).append(snapshot)
+                    found.setdefault(name, []).append(copied(snapshot))
             self._tagged[run] = found
         return self._tagged[run]
 
@@ -307,8 +332,8 @@ class View:
 
     def newest(self, run: str) -> Snapshot | None:
         """Return the readable committed snapshot of the highest seq; None if there is none."""
-        found = self._committed(run)
-        return copied(found[-1]) if found else None
+        found = self.last(run, 1)
+        return found[0] if found else None
 
     def latest(self, run: str) -> Snapshot | None:
         """Return the newest committed snapshot; None if there is none. Unlike `newest`, raise if that is not certain.
@@ -359,8 +384,8 @@ class View:
         names = {name for _, name, _ in self._unknown(run)}
         of_run = [s for s in self._by_id.values() if s.run == run]
         seqs = {s.id: s.seq for s in of_run} | {name: self._known[name].seq for name in names & self._known.keys()}
-        of_graves = self._joined[run].seqs if run in self._joined else ()
-        highest = records.highest_seq((*seqs.values(), *of_graves))
+        of_pages = self._joined[run].seqs if run in self._joined else ()
+        highest = records.highest_seq((*seqs.values(), *of_pages))
         unknown = [name for name in names if seqs.get(name, highest + 1) > highest]
         # Each snapshot of unknown seq may have begun at the next multiple (see copy/mirror.py), and have left room for
         # all the others.
@@ -378,14 +403,28 @@ class View:
     def runs(self, states: tuple[str, ...] | None = (COMMITTED,)) -> list[str]:
         """Return the runs with a snapshot in some states (None: in any), sorted."""
         self._require_listed()
-        buried = {run for run, one in self._joined.items() if len(one.graves) and (states is None or SWEPT in states)}
-        return sorted(buried | {s.run for s in self._by_id.values() if states is None or s.state in states})
+        of_pages = {run for run, one in self._joined.items() if one.states and self.has(run, states)}
+        return sorted(of_pages | {s.run for s in self._by_id.values() if states is None or s.state in states})
 
     def superseded(self, run: str | None = None) -> set[str]:
         """Return the ids of committed snapshots, of a run or of all, whose (run, step) has one of higher seq."""
-        snapshots = self._chosen(run)
-        last = {(s.run, s.step): s.id for s in snapshots}
-        return {s.id for s in snapshots} - set(last.values())
+        self._require_listed(run)
+        found = set[str]()
+        loose: dict[str, list[Snapshot]] = {}
+        for s in self._by_id.values():
+            if s.state == COMMITTED and run in (None, s.run):
+                loose.setdefault(s.run, []).append(s)
+        for name in loose.keys() | self._joined.keys():
+            if run in (None, name):
+                found |= self._superseded(loose.get(name, []), self._joined.get(name))
+        return found
+
+    def _superseded(self, loose: Iterable[Snapshot], joined: Joined | None) -> set[str]:
+        places = [(s.step, s.seq, s.id) for s in loose]
+        if joined is not None:
+            places += joined.repeated_steps([s.step for s in loose], self._loose)
+        last = {step: name for step, _, name in sorted(places)}
+        return {name for _, _, name in places} - set(last.values())
 
     def resolve(self, ref: str, states: tuple[str, ...] = (COMMITTED, FORGOTTEN)) -> Snapshot:
         """Return the snapshot that a reference names: `run@step`, `run@tag`, `run@latest` or another word, or an id.
@@ -408,29 +447,29 @@ class View:
         run, at, name = _parts(ref)
         if not at or not run or not name or name == "best:":
             raise InvalidInputError(f"reference {quoted(ref)}: expected {FORMS}")
-        of_run = self._chosen(run, states)
-        if not of_run:
+        if not self.has(run, states):
             self.require_known(ref, run)
             there = "" if self.only_run else f"; runs: {', '.join(self.runs()) or 'none'}"
             raise NotFoundError(f"reference {quoted(ref)}: no run {quoted(run)} in this repository{there}")
-        committed = [s for s in of_run if s.state == COMMITTED]
         step = int(name) if name.isdecimal() and len(name) <= 128 else None  # int() refuses thousands of digits
+        asks_committed = COMMITTED in states
         if name == "latest":
-            found = committed
+            found = self.last(run, 1) if asks_committed else []
         else:
-            found = [s for s in committed if name in s.tags]
             if name.startswith("best:"):  # no tag has a colon
-                return copied(self._first_of(ref, run, committed, name))
+                return copied(self._first_of(ref, run, self._committed(run) if asks_committed else [], name))
+            found = self.tagged(run).get(name, []) if asks_committed else []
             if not found and step is not None:
-                of_step = [s for s in of_run if s.step == step]
+                of_step = self._of_step(run, step, states)
                 found = [s for s in of_step if s.state == COMMITTED]
                 found = found or [s for s in of_step if not is_dropped(s)] or of_step
-            if not found and committed and name in ("highest", "best"):
-                return copied(self._first_of(ref, run, committed, name))
+            if not found and name in ("highest", "best") and asks_committed and self.has(run):
+                return copied(self._first_of(ref, run, self._committed(run), name))
         best = max(found, key=lambda s: (s.seq, s.id), default=None)
         if best is None or name not in best.tags:  # a tag is on one snapshot of its run
             self.require_known(ref, run, best, step)
         if best is None:
+            committed = self._committed(run) if asks_committed else []
             newest = retention.current(committed)[:10]
             steps = ", ".join(str(s.step) for s in reversed(newest)) or "none"
             tags = ", ".join(sorted({tag for s in committed for tag in s.tags})) or "none"
@@ -438,6 +477,12 @@ class View:
                 f"reference {quoted(ref)}: run {quoted(run)} has no such step or tag; last steps: {steps}; tags: {tags}"
             )
         return copied(best)
+
+    def _of_step(self, run: str, step: int, states: tuple[str, ...]) -> list[Snapshot]:
+        """Return the snapshots of a step in some states."""
+        loose = [s for s in self._by_id.values() if s.run == run and s.step == step and s.state in states]
+        one = self._joined.get(run)
+        return loose if one is None or step > records.MAX_STEP else loose + one.at_step(step, states, self._loose)
 
     def _first_of(self, ref: str, run: str, committed: Sequence[Snapshot], name: str) -> Snapshot:
         """Return the highest step, or the best by a metric, of the committed snapshots of a run.
@@ -473,7 +518,10 @@ class View:
         prefix = ref.removeprefix("id:").lower()
         if not prefix or not set(prefix) <= set("0123456789abcdef"):
             raise InvalidInputError(f"reference {quoted(ref)}: expected id: and hexadecimal digits")
-        found = [s for s in self._chosen(states=states) if s.id.startswith(prefix)]
+        self._require_listed()
+        found = [s for s in self._by_id.values() if s.id.startswith(prefix) and s.state in states]
+        for one in self._joined.values() if len(prefix) <= ID_DIGITS else ():
+            found += one.with_prefix(prefix, states, self._loose)
         for _, name, key in self._unknown():
             if name.startswith(prefix) and (parsed := parse_record_key(key)):
                 self.require_known(ref, parsed[0], snapshot_id=name)
@@ -487,27 +535,6 @@ class View:
                 f"reference {quoted(ref)}: ambiguous, {len(found)} snapshots: {ids}; give more digits"
             )
         return copied(found[0])
-
-
-def with_joined(
-    ruling: Iterable[Snapshot], unknown: Mapping[str, str], joined: Mapping[str, Joined]
-) -> tuple[list[Snapshot], dict[str, str]]:
-    """Return (the ruling records, loose or of pages; key -> why of damaged pages and of their damaged records).
-
-    Args:
-        ruling: the loose records that no page covers.
-        unknown: key -> why of those that are not known.
-        joined: what pages say, by run.
-    """
-    found, damaged = list(ruling), dict[str, str]()
-    if not joined:
-        return found, damaged
-    loose = {s.id for s in found} | {parsed[2] for parsed in map(parse_record_key, unknown) if parsed}
-    for one in joined.values():
-        found += [s for name, s in one.live.items() if name not in loose]
-        damaged |= one.damaged
-        damaged |= {key: why for name, (key, why) in one.unknown.items() if name not in loose}
-    return found, damaged
 
 
 def _parts(ref: str) -> tuple[str, str, str]:
@@ -530,19 +557,25 @@ def is_dropped(snapshot: Snapshot) -> bool:
     return snapshot.state in (FORGOTTEN, SWEPT) and snapshot.reason.startswith(DROPPED)
 
 
-def misnumbered(ruling: Iterable[Snapshot]) -> dict[str, str]:
-    """Return the records whose seq is too high for any writer to have counted to: key -> why it is damaged."""
-    runs: dict[str, list[Snapshot]] = {}
+def misnumbered(ruling: Iterable[Snapshot], joined: Mapping[str, Joined] | None = None) -> dict[str, str]:
+    """Return the records whose seq is too high for any writer to have counted to: key -> why it is damaged.
+
+    Args:
+        joined: what pages say of other snapshots, by run.
+    """
+    runs: dict[str, dict[str, int]] = {}
     for snapshot in ruling:
-        runs.setdefault(snapshot.run, []).append(snapshot)
+        runs.setdefault(snapshot.run, {})[snapshot.key] = snapshot.seq
     found: dict[str, str] = {}
-    for snapshots in runs.values():
-        if max(s.seq for s in snapshots) < records.MAX_SEQ_STEP:
+    for run in runs.keys() | (joined or {}).keys():
+        seqs, of_pages = runs.get(run, {}), joined.get(run) if joined else None
+        known = (*seqs.values(), *(of_pages.seqs if of_pages is not None else ()))
+        if max(known, default=0) < records.MAX_SEQ_STEP:
             continue
-        highest = records.highest_seq(s.seq for s in snapshots)
-        for s in snapshots:
-            if s.seq > highest:
-                found[s.key] = f"{s.key}: seq {s.seq} is out of reach, the highest one of the run below it is {highest}"
+        highest = records.highest_seq(known)
+        for key, seq in (seqs | (of_pages.above(highest) if of_pages is not None else {})).items():
+            if seq > highest:
+                found[key] = f"{key}: seq {seq} is out of reach, the highest one of the run below it is {highest}"
     return found
 
 

@@ -42,9 +42,10 @@ from ..text import log
 from ..threads import in_threads_if_slow
 from .damage_marks import DamageMarks
 from .gathering import Gathering
-from .history import View, run_of, with_joined
+from .history import View, run_of
+from .joined import Joined, repeated_by_pages, void_records
 from .lmdb_file import Environment, folder_for, temporary_folder
-from .pages import Joined, PageReader, repeated_by_pages, void_records
+from .pages import PageReader
 from .record_listing import (
     JUST_MADE,
     KnownRecord,
@@ -198,9 +199,8 @@ class Index:
             unknown = damaged.keys() | (unread := paused | unread).keys()
             others = other_revisions(self._records, unknown, self._get_record) if unknown else None
             shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
-            shown, of_pages = with_joined(shown, damaged | unread, joined)
-            view = View(shown, damaged | of_pages, vanished, unread, others, repeated, self._store)
-            view.only_run, view._joined = run, joined
+            view = View(shown, damaged, vanished, unread, others, repeated, self._store, joined)
+            view.only_run = run
             return view
 
     def drop_joined(self, run: str) -> None:
@@ -240,7 +240,7 @@ class Index:
         if run is None or not NAME.fullmatch(run):
             return self.refresh()
         view = self.refresh(run)
-        return view if view.snapshots(run, states) else self.refresh()
+        return view if view.has(run, states) else self.refresh()
 
     def _read_records(self, infos: Mapping[str, ObjectInfo]) -> tuple[dict[str, str], dict[str, str]]:
         """Read and cache records, given how they are listed.
@@ -379,9 +379,9 @@ class Index:
         """Return what this process knows of a run, without a listing: it may be out of date."""
         with self._lock:
             joined = self.pages.known(run)
-            loose = [s for s in self._records.ruling(run) if not void_records([s.key], joined)]
-            view = View(with_joined(loose, {}, joined)[0], {}, [])
-        view.only_run, view._joined = run, joined
+            ruling = {s.key: s for s in self._records.ruling(run)}
+            view = View([ruling[key] for key in ruling.keys() - void_records(ruling, joined)], {}, [], joined=joined)
+        view.only_run = run
         return view
 
     def cached(self, key: str) -> Snapshot | None:

@@ -1,8 +1,8 @@
-"""Pages: what the pages of a run say about its snapshots (docs/design/history.md).
+"""Pages: read the pages and volumes of a store, and cache them (docs/design/history.md).
 
-In: the pages and volumes of a store. Out: for each run the highest joined revision of every snapshot: whole records,
-and graves. Pages have numbers without gaps and are never replaced or deleted. So they are complete once a GET of the
-next number answers that there is none, whatever a listing shows; volumes, copies of many pages, only save requests.
+In: a store. Out: for each run what its pages say (`Joined`). Pages have numbers without gaps and are never replaced or
+deleted. So they are complete once a GET of the next number answers that there is none, whatever a listing shows;
+volumes, copies of many pages, only save requests.
 
 A page that is damaged or gone is read from a volume. Without one, all of its records are still loose: nobody deletes
 them before a volume has them too. It counts as damaged in both cases: no gc, join or revision follows.
@@ -17,42 +17,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError
 from ..format import records
-from ..format.keys import (
-    ID_DIGITS,
-    name_of_record,
-    page_key,
-    pages_prefix,
-    parse_page_key,
-    parse_record_key,
-    parse_volume_key,
-)
-from ..format.pages import (
-    GRAVE,
-    MAX_LIVE_BYTES,
-    MAX_VOLUME_BYTES,
-    Graves,
-    RecordPage,
-    grave_key,
-    grave_record,
-    read_page,
-    read_volume,
-    unpack_pasts,
-)
+from ..format.keys import ID_DIGITS, page_key, pages_prefix, parse_page_key, parse_record_key, parse_volume_key
+from ..format.pages import MAX_LIVE_BYTES, MAX_VOLUME_BYTES, RecordPage, read_page, read_volume
 from ..format.records import Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
 from ..text import log, strip_hint
 from ..threads import Threads
-from .page_cache import PageCache, Shown
+from .joined import Joined, rows_of
+from .page_cache import KnownPage, PageCache, Shown
 from .read_twice import read_small
 
 #: The most bytes of a page or a volume as stored.
 PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES = 2 * MAX_LIVE_BYTES, 2 * MAX_VOLUME_BYTES
 #: Pages that are read at once where no volume has them: on S3 each is a round trip.
 PAGES_AT_ONCE = 16
+#: Pages that are held in memory as they are decoded.
+BODIES = 16
 #: If more numbers than this are missing in a row, no page of them is looked for.
 GAP = 1000
 #: The advice for a page that is gone.
@@ -60,186 +43,22 @@ PUT_BACK_PAGES = (
     "run 'snapstore repair --apply', or, if an older copy of the repository was put back on purpose, 'snapstore index "
     "rebuild --forget-missing'"
 )
-#: A grave, and where its past is: the number of its page, and its place there.
-HELD = np.dtype([*GRAVE.descr, ("page", "<u4"), ("at", "<u2")])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Joined:
-    """The joined records of one run. It is immutable: `with_pages` returns another one.
+class _Bodies(Mapping[int, RecordPage]):
+    """The pages of a run, which are read when they are asked for."""
 
-    Attributes:
-        count: how many pages there are.
-        live: id -> the committed or forgotten record.
-        unknown: id -> (key, why) of records that this release cannot decode.
-        graves: rows of `HELD` of all others, in order of their ids.
-        pasts: the packed pasts of the graves of each page, by its number.
-        seqs: some numbers of the graves, by which `records.highest_seq` finds the highest one.
-        damaged: key -> why, of pages that are damaged or gone, whatever their volumes have.
-        mended: keys of damaged pages whose records a later page has.
-    """
+    def __init__(self, reader: PageReader, run: str) -> None:
+        self._reader, self._run = reader, run
 
-    run: str
-    count: int = 0
-    live: Mapping[str, Snapshot] = field(default_factory=dict)
-    unknown: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    graves: Graves = field(default_factory=lambda: np.empty(0, HELD))
-    pasts: Mapping[int, bytes] = field(default_factory=dict)
-    seqs: tuple[int, ...] = ()
-    damaged: Mapping[str, str] = field(default_factory=dict)
-    mended: frozenset[str] = frozenset()
+    def __getitem__(self, number: int) -> RecordPage:
+        return self._reader.body(self._run, number)
 
-    def grave(self, snapshot_id: str) -> np.void | None:
-        """Return the grave of a snapshot; None: it has none here."""
-        name = np.array([bytes.fromhex(snapshot_id)], "S16")
-        at = int(np.searchsorted(self.graves["id"], name[0]))
-        is_there = at < len(self.graves) and self.graves["id"][at] == name[0]
-        return self.graves[at] if is_there else None
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
 
-    def grave_record(self, snapshot_id: str) -> Snapshot | None:
-        """Return what is left of a snapshot's record; None: it has no grave here."""
-        row = self.grave(snapshot_id)
-        return None if row is None else next(self._records(np.array([row])))
-
-    def grave_records(self) -> Iterator[Snapshot]:
-        """Yield what is left of the record of every grave."""
-        yield from self._records(self.graves)
-
-    def _records(self, rows: Graves) -> Iterator[Snapshot]:
-        pasts = {number: unpack_pasts(self.pasts[number], self.run) for number in np.unique(rows["page"]).tolist()}
-        ids: dict[int, str | None] = {}  # by seq; None: several have it
-        if any(isinstance(past.parent, int) for of_page in pasts.values() for past in of_page):
-            for seq, name in self._numbers():
-                ids[seq] = None if seq in ids else name
-        for row in rows:
-            of_page = pasts[int(row["page"])]
-            past = of_page[row["at"]] if row["at"] < len(of_page) else None
-            if past is not None and isinstance(past.parent, int):
-                past = past._replace(parent=ids.get(past.parent))
-            yield grave_record(self.run, row, past)
-
-    def _numbers(self) -> Iterator[tuple[int, str]]:
-        """Yield (seq, id) of every snapshot here."""
-        names = self.graves["id"].astype("S16").tobytes() if len(self.graves) else b""
-        for i, seq in enumerate(self.graves["seq"].tolist()):
-            yield seq, names[16 * i : 16 * i + 16].hex()
-        for name, record in self.live.items():
-            yield record.seq, name
-
-    def key_of(self, snapshot_id: str) -> str | None:
-        """Return the key of the highest joined revision of a snapshot; None: no page has any."""
-        if (record := self.live.get(snapshot_id)) is not None:
-            return record.key
-        if snapshot_id in self.unknown:
-            return self.unknown[snapshot_id][0]
-        row = self.grave(snapshot_id)
-        return None if row is None else grave_key(self.run, row)
-
-    def revision_of(self, snapshot_id: str) -> int:
-        """Return the highest joined revision of a snapshot; -1: no page has any."""
-        key = self.key_of(snapshot_id)
-        return -1 if key is None else int(key.rpartition(".")[2])
-
-    def covers(self, key: str) -> bool:
-        """Return whether the record under a key is void: a page has its revision of the snapshot, or a later one."""
-        parsed = parse_record_key(key)
-        return parsed is not None and self.revision_of(parsed[2]) >= parsed[3]
-
-    def makes_void(self, record: Snapshot) -> bool:
-        """Return whether a record that was put is void, as a page has its revision, not by this PUT, or a later one.
-
-        A grave has no write id, so its revision and its state are compared: a final state is the same for all writers.
-        """
-        if self.revision_of(record.id) < record.revision:
-            return False
-        if record.id in self.live:
-            return self.live[record.id].write_id != record.write_id
-        left = self.grave_record(record.id)
-        return left is None or (left.revision, left.state) != (record.revision, record.state)
-
-    def record_of(self, snapshot_id: str) -> Snapshot | None:
-        """Return the highest joined record of a snapshot, or what is left of it; None: there is none that decodes."""
-        return self.live.get(snapshot_id) or self.grave_record(snapshot_id)
-
-    def with_pages(self, pages: Iterable[RecordPage], damaged: Mapping[str, str]) -> Joined:
-        """Return what the pages of the run say with the next ones."""
-        live, unknown, count = dict(self.live), dict(self.unknown), self.count
-        damaged, mended = {**self.damaged, **damaged}, set(self.mended)
-        fresh: dict[str, np.void] = {}
-        pasts = dict(self.pasts)
-
-        def revision_of(name: str) -> int:
-            if name in live:
-                return live[name].revision
-            if name in unknown:
-                return int(unknown[name][0].rpartition(".")[2])
-            return int(fresh[name]["revision"]) if name in fresh else self.revision_of(name)
-
-        def drop(name: str) -> None:
-            for of in (live, unknown, fresh):
-                of.pop(name, None)
-
-        for page in pages:
-            for record in page.live:
-                if record.revision > revision_of(record.id):
-                    drop(record.id)
-                    live[record.id] = record
-            for key, why in page.unknown.items():
-                parsed = parse_record_key(key)
-                if parsed is not None and parsed[3] > revision_of(parsed[2]):
-                    drop(parsed[2])
-                    unknown[parsed[2]] = key, why
-            pasts[page.number] = page.packed_past
-            held = np.empty(len(page.graves), HELD)
-            for name in GRAVE.names or ():
-                held[name] = page.graves[name]
-            held["page"], held["at"] = page.number, np.arange(len(held))
-            for row in held:
-                if int(row["revision"]) > revision_of(name := row.tobytes()[:16].hex()):
-                    drop(name)
-                    fresh[name] = row
-            mended |= {page_key(self.run, number) for number in page.mends}
-            count = max(count, page.number + 1)
-        gone = [name for name in (*live, *unknown, *fresh) if self.grave(name) is not None] if len(self.graves) else []
-        old = self.graves
-        if gone:
-            old = old[~np.isin(old["id"], np.array([bytes.fromhex(name) for name in gone], "S16"))]
-        rows = np.concatenate([old, np.array([*fresh.values()], HELD)])
-        rows = rows[np.argsort(rows["id"], kind="stable")]
-        damaged = {key: why for key, why in damaged.items() if key not in mended}
-        return Joined(self.run, count, live, unknown, rows, pasts, _outer(rows["seq"]), damaged, frozenset(mended))
-
-
-def _outer(seqs: np.ndarray) -> tuple[int, ...]:
-    """Return the first and the last of some numbers, and those beside gaps that no writer leaves."""
-    if not len(seqs):
-        return ()
-    ordered = np.unique(seqs.astype(np.uint64))
-    wide = np.flatnonzero(np.diff(ordered) > records.MAX_SEQ_STEP)
-    return tuple(ordered[np.unique([0, *wide, *(wide + 1), len(ordered) - 1])].tolist())
-
-
-def void_records(keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
-    """Return which of these keys have records that the pages of their runs cover."""
-    if not joined:
-        return set()
-    return {key for key in keys if (run := key.split("/")[1]) in joined and joined[run].covers(key)}
-
-
-def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict[str, str]:
-    """Return the records that repeat the id of a joined snapshot under another name: key -> why it is left out."""
-    if not joined:
-        return {}
-    names = {parsed[2]: key for key in keys if (parsed := parse_record_key(key))}
-    ids = np.array([bytes.fromhex(name) for name in names], "S16")
-    found: dict[str, str] = {}
-    for one in joined.values():
-        buried = [row.tobytes()[:16].hex() for row in one.graves[np.isin(one.graves["id"], ids)]]
-        for name in (*buried, *(names.keys() & one.live.keys()), *(names.keys() & one.unknown.keys())):
-            key, other = names[name], one.key_of(name)
-            if other is not None and name_of_record(other) != name_of_record(key):
-                found[key] = f"{key}: repeats the id of {other}, which is in a page: it is forged; remove it"
-    return found
+    def __len__(self) -> int:
+        return self._reader.known(self._run)[self._run].count
 
 
 @dataclass(slots=True)
@@ -271,6 +90,7 @@ class PageReader:
         self._store, self.exist, self._takes_volumes = store, has_pages, takes_volumes
         self._cache = PageCache(folder and folder / "pages")
         self._runs: dict[str, _PagesOfRun] = {}
+        self._bodies: dict[str, RecordPage] = {}  # by key, the one that was used last at the end
         self._has_listed_all = False
         self._lock = threading.RLock()
 
@@ -280,7 +100,35 @@ class PageReader:
 
     def _known(self, run: str) -> Joined:
         of = self._runs.get(run)
-        return Joined(run) if of is None else of.joined
+        return self._nothing(run) if of is None else of.joined
+
+    def _nothing(self, run: str) -> Joined:
+        return Joined(run, _Bodies(self, run))
+
+    def body(self, run: str, number: int) -> RecordPage:
+        """Return a page that was read before: from the cache, or once more from the store.
+
+        Raises:
+            StorageError, IntegrityError, NotFoundError: neither has it, nor has a volume.
+        """
+        key = page_key(run, number)
+        with self._lock:
+            page = self._bodies.pop(key, None) or self._body(run, number, key)
+            self._bodies[key] = page
+            while len(self._bodies) > BODIES:
+                del self._bodies[next(iter(self._bodies))]
+            return page
+
+    def _body(self, run: str, number: int, key: str) -> RecordPage:
+        if (data := self._cache.page(run, number)) is not None:
+            with suppress(*DAMAGE):
+                return read_page(data, key)
+        try:
+            return read_page(self._store.get(key, limit_bytes=PAGE_LIMIT_BYTES), key)
+        except DAMAGE:
+            if (copy := self.copy_of(run, number)) is None:
+                raise
+            return read_page(copy, key)
 
     def some_keys(self, count: int) -> list[str]:
         """Return the keys of some pages that were read."""
@@ -290,6 +138,7 @@ class PageReader:
         """Read all pages again."""
         with self._lock:
             self._runs.clear()
+            self._bodies.clear()
             self._has_listed_all = False
             self._cache.wipe()
 
@@ -380,8 +229,8 @@ class PageReader:
         """Take the pages of a run that the cache has; return whether there are some."""
         cached = self._cache.load(run)
         if cached:
-            joined = Joined(run).with_pages([page for page, _ in cached], {})
-            listed = {page.number: shown for page, shown in cached if shown is not None}
+            joined = self._nothing(run).with_pages([(page.number, page.rows, page.mends) for page in cached], {})
+            listed = {page.number: page.shown for page in cached if page.shown is not None}
             self._runs[run] = _PagesOfRun(joined, listed)
         return bool(cached)
 
@@ -440,7 +289,7 @@ class PageReader:
             volumes: (first, last, key) of its volumes; None: they were not listed.
             again: read all of them, in place of the known ones.
         """
-        before = Joined(run) if again else self._known(run)
+        before = self._nothing(run) if again else self._known(run)
         pages: list[RecordPage] = []
         damaged: dict[str, str] = {}
         number = before.count
@@ -469,17 +318,23 @@ class PageReader:
                 break
             self._take(run, number, data, pages, damaged)
             number += 1
-        joined = before.with_pages(pages, damaged) if pages or damaged else before
+        fresh = {n: _shown(info) for n, info in listed.items()}
+        known = [KnownPage(page.number, rows_of(page), page.mends, fresh.get(page.number)) for page in pages]
+        joined = before
+        if known or damaged:
+            joined = before.with_pages([(page.number, page.rows, page.mends) for page in known], damaged)
         if joined.count < number:  # the last of them are damaged
             joined = replace(joined, count=number)
         if joined.count or run in self._runs:
             shown = {} if again else dict(self._runs[run].listed) if run in self._runs else {}
-            fresh = {n: _shown(info) for n, info in listed.items() if n < joined.count}
+            fresh = {n: of for n, of in fresh.items() if n < joined.count}
             self._runs[run] = _PagesOfRun(joined, fresh | shown)
             if again or damaged:
                 self._cache.wipe(run)
-            if pages and not damaged:
-                self._cache.add(run, before.count, [(page, fresh.get(page.number)) for page in pages])
+            if again:
+                self._bodies.clear()
+            if pages:
+                self._cache.add(run, before.count, [*zip(pages, known, strict=True)], in_memory=bool(damaged))
 
     def _take(
         self,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from ..catalog.pages import PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES, Joined, PageReader
+from ..catalog.joined import Joined
+from ..catalog.pages import PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES, PageReader
 from ..catalog.read_twice import listed, tried
 from ..format.keys import page_key, parse_page_key, parse_volume_key
 from ..format.pages import RecordPage, read_page, read_volume

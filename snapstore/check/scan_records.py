@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from ..catalog import policy_store
 from ..catalog.history import View, misnumbered
+from ..catalog.joined import repeated_by_pages, void_records
 from ..catalog.needed_keys import needed_keys
-from ..catalog.pages import repeated_by_pages, void_records
 from ..catalog.read_twice import answers, exists, listed, tried
 from ..catalog.record_listing import later_snapshots
 from ..context import Context
@@ -309,7 +309,7 @@ class _RecordScanner:
                 if name not in decided:
                     self._unknown.add(key)
                     self._findings.problem("record", key, why, command="")
-            rest = {s.id: s for s in (*one.live.values(), *one.grave_records()) if s.id not in decided}
+            rest = {s.id: s for s in one.records(None, decided)}
             self._ruling |= rest
             for found in rest.values():
                 self._compare_with_index(found, view)

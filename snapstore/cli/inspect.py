@@ -75,9 +75,12 @@ def log(
     columns = [sort] if metrics is None and sort is not None else metrics.split(",") if metrics is not None else []
     with shell.repository() as repository, spinner("listing snapshots"):
         view = repository.view(run)
-        snapshots = view.snapshots(run, None if everything else ("committed",))
         if run is not None:
             view.require_run(run, None)
+        if limit is not None and not (everything or columns):  # a long run has many others
+            snapshots = [s for name in ([run] if run is not None else view.runs()) for s in view.last(name, limit)]
+        else:
+            snapshots = view.snapshots(run, None if everything else ("committed",))
         _require_metrics([*columns, *filter(None, [sort])], snapshots)
         snapshots = _chosen(snapshots, limit, sort, reverse=reverse)
         marks = {"superseded": view.superseded(run), "damaged": _damaged(repository, snapshots)}

@@ -10,6 +10,8 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -21,7 +23,7 @@ from ..errors import DAMAGE, IntegrityError, UnknownFormatError
 from ..text import log
 from ..threads import msgpack_decoder
 from . import records
-from .keys import MAX_PAGES, page_key, parse_record_key, record_key, records_prefix, volume_key
+from .keys import MAX_PAGES, page_key, parse_record_key, records_prefix, volume_key
 from .records import ABORTED, SWEPT, Id, RunName, Snapshot
 
 #: Kinds in the envelope.
@@ -86,14 +88,14 @@ _PAST = msgpack_decoder(list[Past])
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class RecordPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A page.
+@dataclass(frozen=True, eq=False)
+class RecordPage:
+    """A page. Its records are decoded when they are asked for.
 
     Attributes:
         number: its place among the pages of its run, from 0 on.
         write_id: of the PUT that made it.
-        live: the committed and forgotten records.
-        unknown: key -> why, of whole records that this release cannot decode.
+        whole: id -> (key, bytes) of each committed or forgotten record.
         graves: the others, rows of `GRAVE` in order of their ids.
         packed_past: their pasts, for `unpack_pasts`.
         mends: the numbers of damaged pages whose facts this one has.
@@ -103,8 +105,7 @@ class RecordPage(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     number: int
     write_id: str
-    live: list[Snapshot]
-    unknown: dict[str, str]
+    whole: dict[str, tuple[str, bytes]]
     graves: Graves
     packed_past: bytes
     mends: list[int]
@@ -114,6 +115,68 @@ class RecordPage(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """Return its key in the store."""
         return page_key(self.run, self.number)
+
+    def record(self, snapshot_id: str) -> Snapshot:
+        """Return the whole record of a snapshot.
+
+        Raises:
+            KeyError: it has none.
+            FormatError, IntegrityError: this release cannot decode it.
+        """
+        key, data = self.whole[snapshot_id]
+        return records.decode(data, Snapshot, key)
+
+    @cached_property
+    def live(self) -> list[Snapshot]:
+        """The committed and forgotten records."""
+        return [record for record in self._decoded if isinstance(record, Snapshot)]
+
+    @cached_property
+    def unknown(self) -> dict[str, str]:
+        """Key -> why, of whole records that this release cannot decode."""
+        both = zip(self.whole.values(), self._decoded, strict=True)
+        return {key: record for (key, _), record in both if isinstance(record, str)}
+
+    @cached_property
+    def _decoded(self) -> list[Snapshot | str]:
+        def decoded(snapshot_id: str) -> Snapshot | str:
+            try:
+                return self.record(snapshot_id)
+            except DAMAGE as error:
+                return str(error)
+
+        return [decoded(snapshot_id) for snapshot_id in self.whole]
+
+    def grave_records(self) -> list[Snapshot]:
+        """Return what is left of the record of each grave, in their order."""
+        pasts = self._pasts
+        return [self._left(row, pasts[at] if at < len(pasts) else None) for at, row in enumerate(self.graves)]
+
+    def grave_record(self, snapshot_id: str) -> Snapshot | None:
+        """Return what is left of a snapshot's record; None: it has no grave here."""
+        name = np.array([bytes.fromhex(snapshot_id)], "S16")[0]
+        at = int(np.searchsorted(self.graves["id"], name))
+        if at == len(self.graves) or self.graves["id"][at] != name:
+            return None
+        return self._left(self.graves[at], self._pasts[at] if at < len(self._pasts) else None)
+
+    @cached_property
+    def _pasts(self) -> list[Past]:
+        return unpack_pasts(self.packed_past, self.key)
+
+    @cached_property
+    def _parents(self) -> dict[int, str | None]:
+        """Seq -> id of the snapshots here; None: several have it."""
+        both = [(int(row["seq"]), row.tobytes()[:16].hex()) for row in self.graves]
+        found: dict[int, str | None] = {}
+        for seq, name in (*both, *((record.seq, record.id) for record in self.live)):
+            found[seq] = None if seq in found else name
+        return found
+
+    def _left(self, row: np.void, past: Past | None) -> Snapshot:
+        if past is not None and isinstance(past.parent, int):
+            past = past._replace(parent=self._parents.get(past.parent))
+        return grave_record(self.run, row, past)
 
 
 def unpack_pasts(packed: bytes, where: str) -> list[Past]:
@@ -184,27 +247,21 @@ def read_page(data: bytes, key: str) -> RecordPage:
         packed = _LIVE.decode(_decompressed(stored.live, MAX_LIVE_BYTES, key))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnknownFormatError(f"{key}: its records do not decode: {error}") from error
-    live: list[Snapshot] = []
-    unknown: dict[str, str] = {}
     ids = {row.tobytes()[:16].hex() for row in graves}
+    whole: dict[str, tuple[str, bytes]] = {}
     for name, record in packed:
         of = records_prefix(stored.run) + name
         parsed = parse_record_key(of)
-        if parsed is None or parsed[2] in ids:
+        if parsed is None or parsed[2] in ids or parsed[2] in whole:
             raise UnknownFormatError(f"{key}: has {name!r} twice, or it names no record")
-        ids.add(parsed[2])
-        try:
-            live.append(records.decode(record, Snapshot, of))
-        except DAMAGE as error:
-            unknown[of] = str(error)
-    if len(ids) > MAX_SNAPSHOTS:
-        raise UnknownFormatError(f"{key}: {len(ids)} snapshots, expected at most {MAX_SNAPSHOTS}")
+        whole[parsed[2]] = of, record
+    if len(ids) + len(whole) > MAX_SNAPSHOTS:
+        raise UnknownFormatError(f"{key}: {len(ids) + len(whole)} snapshots, expected at most {MAX_SNAPSHOTS}")
     return RecordPage(
         run=stored.run,
         number=stored.number,
         write_id=stored.write_id,
-        live=live,
-        unknown=unknown,
+        whole=whole,
         graves=graves,
         packed_past=stored.past,
         mends=stored.mends,
@@ -229,11 +286,6 @@ def grave_record(run: str, row: np.void, past: Past | None) -> Snapshot:
         reason=reason,
         metrics=metrics,
     )
-
-
-def grave_key(run: str, row: np.void) -> str:
-    """Return the key of the record of which a grave is left."""
-    return record_key(run, int(row["step"]), row.tobytes()[:16].hex(), int(row["revision"]))
 
 
 def make_volume(run: str, first: int, pages: Sequence[bytes]) -> tuple[str, bytes]:

@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..catalog.history import View
-from ..catalog.pages import PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES, Joined, PageReader
+from ..catalog.joined import Joined
+from ..catalog.pages import PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES, PageReader
 from ..catalog.read_twice import exists, listed, read_small
 from ..context import Context
 from ..errors import DAMAGE, AlreadyExistsError, NotFoundError, StorageError, UnknownFormatError
@@ -184,7 +185,7 @@ def mend(context: Context, key: str) -> None:
         if page.unknown:
             raise UnknownFormatError(f"{next(iter(page.unknown.values()))}; {key} stays damaged")
         chosen += [(record, records.encode(record)) for record in page.live]
-        chosen += [(record, b"") for record in Joined(run).with_pages([page], {}).grave_records()]
+        chosen += [(record, b"") for record in page.grave_records()]
     context.store.put(page_key(run, joined.count), make_page(run, joined.count, chosen, [number]))
 
 

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kit.objects import flip
-from snapstore.catalog.pages import Joined, PageReader, repeated_by_pages
+from snapstore.catalog import joined as rows_module
+from snapstore.catalog.joined import WHOLE, Joined, repeated_by_pages, rows_of
+from snapstore.catalog.pages import PageReader
 from snapstore.errors import FormatError, IntegrityError, StorageError
 from snapstore.format import pages, records
 from snapstore.format.keys import page_key, parse_page_key, parse_volume_key, volume_key
@@ -35,6 +37,23 @@ def page_of(number, facts, mends=()):
     return pages.make_page("a", number, [(r, records.encode(r)) for r in chosen], mends)
 
 
+def with_pages(before, pages):
+    """Return what a run says with some more pages."""
+    before.bodies.update({page.number: page for page in pages})
+    return before.with_pages([(page.number, rows_of(page), page.mends) for page in pages], {})
+
+
+def joined_of(*pages):
+    """Return what pages of a run say."""
+    return with_pages(Joined("a"), pages)
+
+
+def graves_of(joined):
+    """Return what is left of records of which pages have graves."""
+    whole = {s.id for s in joined.records(None, flags=WHOLE)}
+    return sorted(joined.records(None, whole), key=lambda s: s.step)
+
+
 def left_of(found):
     """Return what a page keeps of a record."""
     if not pages.is_grave(found):
@@ -47,16 +66,18 @@ def test_round_trip(facts, mends):
     key = page_key("a", 1234)
     page = pages.read_page(page_of(1234, facts, mends), key)
     assert (page.run, page.number, page.mends, page.key, page.unknown) == ("a", 1234, mends, key, {})
-    joined = Joined("a").with_pages([page], {})
+    joined = joined_of(page)
     assert {name: left_of(record(name, *fact)) for name, fact in facts.items()} == {
         name: found for name in IDS if (found := joined.record_of(name)) is not None
     }
-    assert sorted(s.id for s in (*joined.live.values(), *joined.grave_records())) == sorted(facts)
+    assert sorted(s.id for s in joined.records(None)) == sorted(facts)
+    assert sorted(s.id for s in graves_of(joined)) == sorted(name for name in facts if page.grave_record(name))
 
 
 @given(st.lists(FACTS, max_size=6), st.data())
 def test_pages_say_what_rules_in_them(of_pages, data):
     """The highest revision of each snapshot rules; if two pages have it, the lower one."""
+    rows_module.SEGMENT_ROWS = data.draw(st.sampled_from([1, 3, 65_536]))
     rules = {}
     for facts in of_pages:
         for name, fact in facts.items():
@@ -66,7 +87,7 @@ def test_pages_say_what_rules_in_them(of_pages, data):
     joined, left = Joined("a"), read
     while left:
         count = data.draw(st.integers(1, len(left)))
-        joined, left = joined.with_pages(left[:count], {}), left[count:]
+        joined, left = with_pages(joined, left[:count]), left[count:]
     assert joined.count == len(of_pages)
     for name in IDS:
         revision = rules[name][0] if name in rules else -1
@@ -83,9 +104,46 @@ def test_pages_say_what_rules_in_them(of_pages, data):
             assert joined.makes_void(rule.revised()) is False
         else:
             assert joined.record_of(name) is None
-    graves = [s.seq for s in joined.grave_records()]
-    lives = [s.seq for s in joined.live.values()]
-    assert records.highest_seq([*lives, *joined.seqs]) == records.highest_seq([*lives, *graves])
+    _compare_questions(joined, {name: left_of(record(name, *fact)) for name, fact in rules.items()}, data)
+
+
+def _compare_questions(joined, rules, data):
+    """Compare the answers from rows with those from whole records."""
+    seqs = [s.seq for s in rules.values()]
+    assert records.highest_seq(joined.seqs) == records.highest_seq(seqs)
+    assert joined.above(2) == {s.key: s.seq for s in rules.values() if s.seq > 2 and not pages.is_grave(s)}
+    but = data.draw(st.sets(st.sampled_from(IDS)))
+    left = sorted((s for s in rules.values() if s.id not in but), key=lambda s: (s.seq, s.id))
+    committed = [s for s in left if s.state == COMMITTED]
+    assert joined.last(2, but) == committed[-2:]
+    for states in (None, (COMMITTED,), (SWEPT, ABORTED), (FORGOTTEN, SWEPT)):
+        chosen = [s for s in left if states is None or s.state in states]
+        assert joined.has(states, but) == bool(chosen)
+        assert sorted(joined.records(states, but), key=lambda s: (s.seq, s.id)) == chosen
+        if states is not None:
+            for step in range(len(IDS)):
+                assert joined.at_step(step, states, but) == [s for s in chosen if s.step == step]
+            for prefix in ("0", "000000000000000000000000000000ff", "8", "f" * 31):
+                found = joined.with_prefix(prefix, states, but)
+                assert sorted(s.id for s in found) == sorted(s.id for s in chosen if s.id.startswith(prefix))
+    assert joined.repeated_steps([1, 9], but) == [(1, s.seq, s.id) for s in committed if s.step == 1]
+
+
+@pytest.fixture(autouse=True)
+def _segments(monkeypatch):
+    monkeypatch.setattr(rows_module, "SEGMENT_ROWS", rows_module.SEGMENT_ROWS)
+
+
+def test_ids_with_equal_halves_are_found():
+    """They are forged; a row of one is not taken for that of another."""
+    names = sorted(f"{hi:016x}{lo:016x}" for hi in (7, 9) for lo in range(5))
+    made = [Snapshot(id=n, run="a", step=i, seq=i, state=SWEPT, revision=2, write_id="") for i, n in enumerate(names)]
+    joined = joined_of(pages.read_page(pages.make_page("a", 0, [(s, b"") for s in made[::2]]), page_key("a", 0)))
+    joined = with_pages(
+        joined, [pages.read_page(pages.make_page("a", 1, [(s, b"") for s in made[1::2]]), page_key("a", 1))]
+    )
+    assert joined.revisions_of([*names, f"{7:016x}{5:016x}", f"{8:016x}{0:016x}"]) == [2] * 10 + [-1] * 2
+    assert [joined.record_of(name).step for name in names] == [*range(10)]
 
 
 def test_the_past_of_swept_snapshots_is_kept():
@@ -94,8 +152,8 @@ def test_the_past_of_swept_snapshots_is_kept():
     third = record(IDS[2], 1, COMMITTED, 7, parent=IDS[1])
     other = record(IDS[3], 2, SWEPT, 8, parent="f" * 32)
     chosen = [(r, records.encode(r)) for r in (third, second, first, other)]
-    joined = Joined("a").with_pages([pages.read_page(pages.make_page("a", 0, chosen), page_key("a", 0))], {})
-    found = {s.id: s for s in joined.grave_records()}
+    joined = joined_of(pages.read_page(pages.make_page("a", 0, chosen), page_key("a", 0)))
+    found = {s.id: s for s in graves_of(joined)}
     assert found[IDS[0]] == left_of(first)
     assert found[IDS[1]].parent == IDS[0]
     assert np.isnan(found[IDS[1]].metrics["loss"])
@@ -185,7 +243,7 @@ def test_one_record_that_does_not_decode_costs_no_other():
     page = pages.read_page(data, page_key("a", 0))
     assert page.live == [other]
     assert [*page.unknown] == [LIVE.key]
-    joined = Joined("a").with_pages([page], {})
+    joined = joined_of(page)
     assert joined.revision_of(IDS[0]) == 1
     assert joined.record_of(IDS[0]) is None
     assert joined.makes_void(LIVE)
@@ -193,7 +251,7 @@ def test_one_record_that_does_not_decode_costs_no_other():
 
 def test_a_past_that_does_not_decode_decides_nothing():
     page = pages.read_page(forged(graves=rows(GRAVE), past=b"no frame"), page_key("a", 0))
-    (left,) = Joined("a").with_pages([page], {}).grave_records()
+    (left,) = graves_of(joined_of(page))
     assert (left.id, left.state, left.created) == ("01" * 16, SWEPT, 0.0)
 
 
@@ -243,7 +301,7 @@ def filled(count, volumes=()):
 def test_a_cold_reader_finds_all_pages(volumes):
     store = filled(12, volumes)
     joined = PageReader(store).read("a")["a"]
-    assert [s.step for s in joined.grave_records()] == [*range(12)]
+    assert [s.step for s in graves_of(joined)] == [*range(12)]
     assert (joined.count, joined.damaged) == (12, {})
     assert PageReader(store).read(None)["a"].count == 12
 
@@ -272,7 +330,7 @@ def test_a_page_that_cannot_be_read_is_read_from_a_volume(how, number):
     key = page_key("a", number)
     store.delete([key]) if how == "gone" else flip(store, key, -1)
     joined = PageReader(store, takes_volumes=False).read("a", volumes_too=True)["a"]
-    assert [s.step for s in joined.grave_records()] == [*range(9)]
+    assert [s.step for s in graves_of(joined)] == [*range(9)]
     assert [*joined.damaged] == [key]
     reader = PageReader(store)
     reader.read("a", volumes_too=True)
@@ -349,13 +407,13 @@ def test_one_forged_name_costs_little(key):
     store.put(key, b"")
     store.asked.clear()
     joined = PageReader(store).read(None)["a"]
-    assert [s.step for s in joined.grave_records()] == [0, 1, 2]
+    assert [s.step for s in graves_of(joined)] == [0, 1, 2]
     assert len(joined.damaged) <= 2
     assert len(store.asked) < 30
 
 
 def test_ids_that_other_runs_have_in_pages():
-    joined = {"a": Joined("a").with_pages([pages.read_page(page_of(0, {IDS[1]: (2, SWEPT, 0)}), page_key("a", 0))], {})}
+    joined = {"a": joined_of(pages.read_page(page_of(0, {IDS[1]: (2, SWEPT, 0)}), page_key("a", 0)))}
     own = record(IDS[1], 1, COMMITTED, 0).key
     forged = own.replace("/a/", "/b/")
     assert repeated_by_pages([own, record(IDS[0], 0, COMMITTED, 0).key], joined) == {}
@@ -373,7 +431,7 @@ def test_a_process_takes_the_pages_of_an_earlier_one(tmp_path):
         assert cached(store, tmp_path).read("a")["a"].count == 5
     store.asked.clear()
     joined = cached(store, tmp_path).read("a")["a"]
-    assert [s.step for s in joined.grave_records()] == [*range(5)]
+    assert [s.step for s in graves_of(joined)] == [*range(5)]
     assert store.asked == [("list", "pages/a/"), ("get", page_key("a", 5))]
     store.asked.clear()
     assert cached(store, tmp_path).read(None)["a"].count == 5
@@ -406,7 +464,7 @@ def test_a_damaged_cache_costs_only_requests(tmp_path):
     ):
         file.write_bytes(bad)
         joined = cached(store, tmp_path).read("a")["a"]
-        assert [s.step for s in joined.grave_records()] == [0, 1, 2, 3]
+        assert [s.step for s in graves_of(joined)] == [0, 1, 2, 3]
     file.unlink()
     file.mkdir()
     assert cached(store, tmp_path).read("a")["a"].count == 4

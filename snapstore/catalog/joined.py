@@ -1,0 +1,417 @@
+"""Joined: what the pages of one run say about its snapshots: for each the highest joined revision.
+
+In: pages. Out: rows of numbers, 42 bytes for each snapshot ever joined, in which everything that a save asks can be
+looked up; and records, which are decoded from their pages when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import IntegrityError
+from ..format import records
+from ..format.keys import name_of_record, page_key, parse_record_key, record_key
+from ..format.pages import STATES, RecordPage
+from ..format.records import COMMITTED, FORGOTTEN, Snapshot
+
+Column = npt.NDArray[Any]
+#: The states of a row, by their number there; a record that does not decode has another one.
+ROW_STATES = (*STATES, COMMITTED, FORGOTTEN)
+#: Flags of a row: the page has the whole record; the record has tags; this release cannot decode it.
+WHOLE, TAGGED, UNKNOWN = 1, 2, 4
+#: Rows lie in segments, each in order of the ids. A new page changes some of them; so no large array is ever copied.
+SEGMENT_ROWS = 65_536
+#: Rows that are looked at at once for the last ones that are not hidden.
+AT_ONCE = 64
+
+
+class Rows(NamedTuple):
+    """Rows about snapshots, as columns. `hi` and `lo` are the halves of the id."""
+
+    hi: Column
+    lo: Column
+    step: Column
+    seq: Column
+    revision: Column
+    page: Column
+    state: Column
+    flags: Column
+
+    @staticmethod
+    def empty() -> Rows:
+        """Return no rows."""
+        return Rows(*(np.empty(0, dtype) for dtype in _DTYPES))
+
+    @staticmethod
+    def of(values: Sequence[tuple[str, int, int, int, int, int, int]]) -> Rows:
+        """Return rows of (id, step, seq, revision, page, state, flags)."""
+        columns = [*zip(*values, strict=True)] if values else [()] * 7
+        hi, lo = halves(columns[0])
+        rest = zip(columns[1:], _DTYPES[2:], strict=True)
+        return Rows(hi, lo, *(np.array(column, dtype) for column, dtype in rest))
+
+    @staticmethod
+    def joined(parts: Sequence[Rows]) -> Rows:
+        """Return some rows, one after the other."""
+        return Rows(*map(np.concatenate, zip(*parts, strict=True))) if parts else Rows.empty()
+
+    @staticmethod
+    def unpack(data: bytes) -> Rows:
+        """Return what `pack` has packed."""
+        count = len(data) // ROW_BYTES
+        columns, at = [], 0
+        for dtype in _DTYPES:
+            columns.append(np.frombuffer(data, dtype, count, at))
+            at += count * dtype.itemsize
+        return Rows(*columns)
+
+    def pack(self) -> bytes:
+        """Return the bytes of all columns."""
+        return b"".join(column.tobytes() for column in self)
+
+    def take(self, chosen: Column | slice) -> Rows:
+        """Return some of the rows, by their numbers, by a mask or as a slice."""
+        return Rows(*(column[chosen] for column in self))
+
+    def ids(self) -> list[str]:
+        """Return the ids."""
+        digits = np.stack([self.hi, self.lo], axis=1).astype(">u8").tobytes().hex()
+        return [digits[at : at + 32] for at in range(0, len(digits), 32)]
+
+    def sorted(self) -> Rows:
+        """Return the rows in order of their ids."""
+        return self.take(np.lexsort((self.lo, self.hi)))
+
+    def find(self, hi: Column, lo: Column) -> Column:
+        """Return where each of some ids is, given their halves; -1: nowhere. The rows are in order of their ids."""
+        first, end = np.searchsorted(self.hi, hi), np.searchsorted(self.hi, hi, "right")
+        for i in np.flatnonzero(end - first > 1):  # ids with equal halves are forged
+            first[i] += np.searchsorted(self.lo[first[i] : end[i]], lo[i])
+        at = np.minimum(first, max(len(self.hi) - 1, 0))
+        if not len(self.hi):
+            return np.full(len(hi), -1)
+        return np.where((self.hi[at] == hi) & (self.lo[at] == lo), at, -1)
+
+
+_DTYPES = [np.dtype(name) for name in ("<u8", "<u8", "<u8", "<u8", "<u4", "<u4", "u1", "u1")]
+ROW_BYTES = sum(dtype.itemsize for dtype in _DTYPES)
+
+
+def halves(ids: Iterable[str]) -> tuple[Column, Column]:
+    """Return the two halves of each id, as numbers."""
+    both = np.frombuffer(bytes.fromhex("".join(ids)), ">u8").astype(np.uint64).reshape(-1, 2)
+    return both[:, 0].copy(), both[:, 1].copy()
+
+
+def rows_of(page: RecordPage) -> Rows:
+    """Return what a page says, in order of the ids. All its records are decoded."""
+    found = []
+    for record in page.live:
+        flags = WHOLE | (TAGGED if record.tags else 0)
+        state = ROW_STATES.index(record.state)
+        found.append((record.id, record.step, record.seq, record.revision, page.number, state, flags))
+    for key in page.unknown:
+        _, step, name, revision = parse_record_key(key) or ("", 0, "", 0)
+        found.append((name, step, 0, revision, page.number, len(ROW_STATES), WHOLE | UNKNOWN))
+    for row in page.graves:
+        name, numbers = row.tobytes()[:16].hex(), (int(row["step"]), int(row["seq"]), int(row["revision"]))
+        found.append((name, *numbers, page.number, int(row["state"]), 0))
+    return Rows.of(found).sorted()
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """The joined records of one run. It is immutable: `with_pages` returns another one.
+
+    Attributes:
+        bodies: the pages by their numbers, for records that somebody asks for.
+        count: how many pages there are.
+        segments: the rows.
+        damaged: key -> why, of pages that are damaged or gone, whatever their volumes have.
+        mended: keys of damaged pages whose records a later page has.
+    """
+
+    run: str
+    bodies: Mapping[int, RecordPage] = field(default_factory=dict)
+    count: int = 0
+    segments: tuple[Rows, ...] = ()
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    mended: frozenset[str] = frozenset()
+    _decoded: dict[str, Snapshot] = field(default_factory=dict)  # those of later pages have them too
+
+    def __len__(self) -> int:
+        return sum(len(rows.hi) for rows in self.segments)
+
+    def with_pages(self, pages: Iterable[tuple[int, Rows, Collection[int]]], damaged: Mapping[str, str]) -> Joined:
+        """Return what the pages of the run say with the next ones: (number, rows, the numbers of those it mends)."""
+        pages = list(pages)
+        mended = self.mended | {page_key(self.run, number) for _, _, mends in pages for number in mends}
+        count = max([self.count, *(number + 1 for number, _, _ in pages)])
+        segments = self.segments
+        some, rows = 0, list[Rows]()
+        for _, of_page, _ in pages:
+            if rows and some + len(of_page.hi) > SEGMENT_ROWS:
+                segments, some, rows = _with_rows(segments, Rows.joined(rows)), 0, []
+            rows.append(of_page)
+            some += len(of_page.hi)
+        if rows:
+            segments = _with_rows(segments, Rows.joined(rows))
+        damaged = {key: why for key, why in (*self.damaged.items(), *damaged.items()) if key not in mended}
+        return replace(self, count=count, segments=segments, damaged=damaged, mended=mended)
+
+    # --- one snapshot
+
+    def _row(self, snapshot_id: str) -> Rows | None:
+        hi, lo = halves([snapshot_id])
+        for rows in reversed(self.segments):
+            if (at := int(rows.find(hi, lo)[0])) >= 0:
+                return rows.take(np.array([at]))
+        return None
+
+    def key_of(self, snapshot_id: str) -> str | None:
+        """Return the key of the highest joined revision of a snapshot; None: no page has any."""
+        row = self._row(snapshot_id)
+        return None if row is None else self._key(snapshot_id, row)
+
+    def _key(self, snapshot_id: str, row: Rows, at: int = 0) -> str:
+        return record_key(self.run, int(row.step[at]), snapshot_id, int(row.revision[at]))
+
+    def revisions_of(self, ids: Iterable[str]) -> list[int]:
+        """Return the highest joined revision of each snapshot; -1: no page has any."""
+        hi, lo = halves(ids)
+        found = np.full(len(hi), -1)
+        for rows in self.segments:
+            at = rows.find(hi, lo)
+            found[at >= 0] = rows.revision[at[at >= 0]]
+        return found.tolist()
+
+    def revision_of(self, snapshot_id: str) -> int:
+        """Return the highest joined revision of a snapshot; -1: no page has any."""
+        return self.revisions_of([snapshot_id])[0]
+
+    def covers(self, key: str) -> bool:
+        """Return whether the record under a key is void: a page has its revision of the snapshot, or a later one."""
+        return bool(void_records([key], {self.run: self}))
+
+    def makes_void(self, record: Snapshot) -> bool:
+        """Return whether a record that was put is void, as a page has its revision, not by this PUT, or a later one.
+
+        A grave has no write id, so its revision and its state are compared: a final state is the same for all writers.
+
+        Raises:
+            See `record_of`.
+        """
+        row = self._row(record.id)
+        if row is None or row.revision[0] < record.revision:
+            return False
+        if row.flags[0] & UNKNOWN:
+            return True
+        if row.flags[0] & WHOLE:
+            return self._whole(record.id, row).write_id != record.write_id
+        return (int(row.revision[0]), ROW_STATES[row.state[0]]) != (record.revision, record.state)
+
+    def record_of(self, snapshot_id: str) -> Snapshot | None:
+        """Return the highest joined record of a snapshot, or what is left of it; None: there is none that decodes.
+
+        Raises:
+            StorageError, IntegrityError: its page cannot be read any more.
+        """
+        row = self._row(snapshot_id)
+        if row is None or row.flags[0] & UNKNOWN:
+            return None
+        return self._whole(snapshot_id, row) if row.flags[0] & WHOLE else self._left(snapshot_id, row)
+
+    def _whole(self, snapshot_id: str, rows: Rows, at: int = 0) -> Snapshot:
+        revision, found = int(rows.revision[at]), self._decoded.get(snapshot_id)
+        if found is None or found.revision != revision:
+            page = self.bodies[int(rows.page[at])]
+            if page.whole.get(snapshot_id, ("",))[0] != self._key(snapshot_id, rows, at):
+                raise IntegrityError(f"{page.key}: has changed while it was read; run 'snapstore check'")
+            found = self._decoded[snapshot_id] = page.record(snapshot_id)
+        return found
+
+    def _left(self, snapshot_id: str, rows: Rows, at: int = 0) -> Snapshot:
+        page = self.bodies[int(rows.page[at])]
+        found = page.grave_record(snapshot_id)
+        if found is None:
+            raise IntegrityError(f"{page.key}: has changed while it was read; run 'snapstore check'")
+        return found
+
+    # --- many snapshots
+
+    def _chosen(
+        self, states: Collection[str] | None, chooses: Callable[[Rows], Column] = lambda rows: rows.flags & UNKNOWN == 0
+    ) -> Rows:
+        """Return the chosen rows of some states (None: of any), page by page."""
+        numbers = [ROW_STATES.index(state) for state in (ROW_STATES if states is None else states)]
+        parts = []
+        for rows in self.segments:
+            mask = chooses(rows) & np.isin(rows.state, numbers)
+            if mask.any():
+                parts.append(rows.take(mask))
+        found = Rows.joined(parts)
+        return found.take(np.argsort(found.page, kind="stable"))
+
+    def _read(self, rows: Rows, but: Collection[str]) -> Iterator[Snapshot]:
+        for at, name in enumerate(rows.ids()):
+            if name not in but:
+                yield (self._whole if rows.flags[at] & WHOLE else self._left)(name, rows, at)
+
+    def records(
+        self, states: Collection[str] | None, but: Collection[str] = (), *, flags: int = 0
+    ) -> Iterator[Snapshot]:
+        """Yield the records in some states (None: in any) whose rows have some flags, but some ids.
+
+        Raises:
+            StorageError, IntegrityError: a page cannot be read any more.
+        """
+        yield from self._read(self._chosen(states, lambda rows: rows.flags & (flags | UNKNOWN) == flags), but)
+
+    def at_step(self, step: int, states: Collection[str], but: Collection[str] = ()) -> list[Snapshot]:
+        """Return the records of a step, as `records` does."""
+        return [*self._read(self._chosen(states, lambda rows: rows.step == step), but)]
+
+    def with_prefix(self, prefix: str, states: Collection[str], but: Collection[str] = ()) -> list[Snapshot]:
+        """Return the records whose ids begin with some digits, as `records` does."""
+        (first,), (last,) = halves([prefix.ljust(32, "0")])[0], halves([prefix.ljust(32, "f")])[0]
+        rows = self._chosen(states, lambda rows: (rows.hi >= first) & (rows.hi <= last))
+        return [one for one in self._read(rows, but) if one.id.startswith(prefix)]
+
+    def has(self, states: Collection[str] | None, but: Collection[str] = ()) -> bool:
+        """Return whether there is a snapshot in some states (None: in any), beside some ids."""
+        if not self.states.intersection(ROW_STATES if states is None else states):
+            return False
+        names = self._chosen(states).take(slice(len(but) + 1)).ids()
+        return any(name not in but for name in names)
+
+    @cached_property
+    def states(self) -> frozenset[str]:
+        """The states in which there are snapshots."""
+        there = [np.flatnonzero(np.bincount(rows.state)).tolist() for rows in self.segments]
+        return frozenset(ROW_STATES[n] for some in there for n in some if n < len(ROW_STATES))
+
+    @cached_property
+    def unknown(self) -> dict[str, tuple[str, str]]:
+        """Id -> (key, why) of records that this release cannot decode."""
+        parts = [rows.take(rows.flags & UNKNOWN > 0) for rows in self.segments if (rows.flags & UNKNOWN).any()]
+        found: dict[str, tuple[str, str]] = {}
+        for rows in parts:
+            for at, name in enumerate(rows.ids()):
+                key = self._key(name, rows, at)
+                found[name] = key, self.bodies[int(rows.page[at])].unknown.get(key, f"{key}: does not decode")
+        return found
+
+    @cached_property
+    def seqs(self) -> tuple[int, ...]:
+        """Some numbers of the snapshots, by which `records.highest_seq` finds the highest one of all.
+
+        These are the first, the last, and those beside gaps that no writer leaves.
+        """
+        found = set[int]()
+        for rows in self.segments:
+            ordered = np.sort(rows.seq)
+            wide = np.flatnonzero(ordered[1:] - ordered[:-1] > records.MAX_SEQ_STEP)
+            found |= {*ordered[np.unique([0, *wide, *(wide + 1), len(ordered) - 1])].tolist()}
+        return tuple(sorted(found))
+
+    def above(self, seq: int) -> dict[str, int]:
+        """Return the keys of whole records with higher numbers, and these."""
+        found: dict[str, int] = {}
+        for rows in self.segments:
+            chosen = rows.take((rows.seq > seq) & (rows.flags & (WHOLE | UNKNOWN) == WHOLE))
+            found |= {self._key(name, chosen, at): int(chosen.seq[at]) for at, name in enumerate(chosen.ids())}
+        return found
+
+    @cached_property
+    def _committed(self) -> Rows:
+        """The committed ones, in order of seq and id."""
+        rows = self._chosen([COMMITTED])
+        order = np.argsort(rows.seq, kind="stable")
+        ordered = rows.seq[order]
+        if (ordered[1:] == ordered[:-1]).any():
+            order = np.lexsort((rows.lo, rows.hi, rows.seq))
+        return rows.take(order)
+
+    def last(self, count: int, but: Collection[str] = ()) -> list[Snapshot]:
+        """Return the last committed snapshots but some, in order of seq and id. Raises as `records` does."""
+        found: list[Snapshot] = []
+        rows = self._committed
+        for end in range(len(rows.hi), 0, -AT_ONCE):
+            some = rows.take(slice(max(end - AT_ONCE, 0), end))
+            names = some.ids()
+            left = [at for at in range(len(names))[::-1] if names[at] not in but][: count - len(found)]
+            found += [self._whole(names[at], some, at) for at in left]
+            if len(found) == count:
+                break
+        return found[::-1]
+
+    def repeated_steps(self, besides: Sequence[int], but: Collection[str]) -> list[tuple[int, int, str]]:
+        """Return (step, seq, id) of the committed snapshots, but some, whose step is there twice.
+
+        Args:
+            besides: steps that other snapshots have.
+        """
+        rows = self._committed
+        rows = rows.take(np.argsort(rows.step, kind="stable"))
+        same = rows.step[1:] == rows.step[:-1]
+        twice = np.concatenate([same, [False]]) | np.concatenate([[False], same]) if len(rows.hi) else same
+        rows = rows.take(twice | np.isin(rows.step, np.array(besides, np.uint64)))
+        found = zip(rows.step.tolist(), rows.seq.tolist(), rows.ids(), strict=True)
+        return [(step, seq, name) for step, seq, name in found if name not in but]
+
+
+def _with_rows(segments: tuple[Rows, ...], rows: Rows) -> tuple[Rows, ...]:
+    """Return segments with some more rows. Of each id the highest revision stays; of two equal ones the lower page."""
+    order = np.lexsort((rows.page, np.iinfo(np.uint32).max - rows.revision, rows.lo, rows.hi))
+    rows = rows.take(order)
+    again = (rows.hi[1:] == rows.hi[:-1]) & (rows.lo[1:] == rows.lo[:-1])
+    rows = rows.take(np.concatenate([[True], ~again])) if again.any() else rows
+    stays = np.ones(len(rows.hi), bool)
+    found: list[Rows] = []
+    for segment in segments:
+        at = segment.find(rows.hi, rows.lo)
+        there = np.flatnonzero(at >= 0)
+        newer = rows.revision[there] > segment.revision[at[there]]
+        stays[there[~newer]] = False
+        if newer.any():
+            left = np.ones(len(segment.hi), bool)
+            left[at[there[newer]]] = False
+            segment = segment.take(left)
+        found.append(segment)
+    rows = rows.take(stays) if not stays.all() else rows
+    if found and len(found[-1].hi) + len(rows.hi) <= SEGMENT_ROWS:
+        rows = Rows.joined([found.pop(), rows]).sorted()
+    return tuple(one for one in (*found, rows) if len(one.hi))
+
+
+def void_records(keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
+    """Return which of these keys have records that the pages of their runs cover."""
+    by_run: dict[str, list[tuple[str, str, int]]] = {}
+    for key in keys if joined else ():
+        parsed = parse_record_key(key)
+        if parsed is not None and parsed[0] in joined:
+            by_run.setdefault(parsed[0], []).append((key, parsed[2], parsed[3]))
+    void = set[str]()
+    for run, of_run in by_run.items():
+        revisions = joined[run].revisions_of(name for _, name, _ in of_run)
+        void |= {key for (key, _, revision), there in zip(of_run, revisions, strict=True) if there >= revision}
+    return void
+
+
+def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict[str, str]:
+    """Return the records that repeat the id of a joined snapshot under another name: key -> why it is left out."""
+    names = {parsed[2]: key for key in keys if (parsed := parse_record_key(key))} if joined else {}
+    found: dict[str, str] = {}
+    for one in joined.values():
+        for name, revision in zip(names, one.revisions_of(names), strict=True):
+            other = one.key_of(name) if revision >= 0 else None
+            if other is not None and name_of_record(other) != name_of_record(names[name]):
+                why = f"repeats the id of {other}, which is in a page: it is forged; remove it"
+                found[names[name]] = f"{names[name]}: {why}"
+    return found

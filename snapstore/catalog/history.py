@@ -64,22 +64,28 @@ class View:
         known: Mapping[str, Snapshot] | None = None,
         repeated: Mapping[str, str] | None = None,
         store: ObjectStore | None = None,
-        joined: Mapping[str, Joined] | None = None,
     ) -> None:
-        self._joined = dict(joined or {})  # what pages say, by run
-        wrong = misnumbered(ruling := list(ruling), self._joined)
-        self._by_id = {snapshot.id: snapshot for snapshot in ruling if not wrong or snapshot.key not in wrong}
+        self._given = list(ruling), damaged, vanished, dict(known or {})
         self._store = store  # for the policies that `run@best` needs
         self._by_run: dict[str, list[Snapshot]] = {}  # these two are filled once a run is asked for
         self._tagged: dict[str, dict[str, list[Snapshot]]] = {}
         self.unread, self.repeated = dict(unread or {}), dict(repeated or {})
+        self.vanished = [snapshot.key for snapshot in vanished]
+        self._decide({})
+
+    def _decide(self, joined: Mapping[str, Joined]) -> View:
+        """Decide which records are believed, given what pages say by run; return this View."""
+        ruling, damaged, vanished, known = self._given
+        self._joined = joined
+        wrong = misnumbered(ruling, joined)
+        self._by_id = {snapshot.id: snapshot for snapshot in ruling if not wrong or snapshot.key not in wrong}
         known_by = {parsed[2] for parsed in map(parse_record_key, (*damaged, *wrong, *self.unread)) if parsed}
         self._loose = self._by_id.keys() | known_by  # the ids about which pages are not asked
         self.damaged = {**damaged, **wrong, **self._damaged_in_pages()}
-        self.vanished = [snapshot.key for snapshot in vanished]
-        self._known = dict(known or {})  # id -> another revision, where a damaged or unread record has one
+        self._known = dict(known)  # id -> another revision, where a damaged or unread record has one
         self.missing = self._missing(vanished) if vanished else []
         self._known |= {snapshot.id: snapshot for snapshot in self.missing}
+        return self
 
     def _missing(self, vanished: Iterable[Snapshot]) -> list[Snapshot]:
         """Return the newest vanished revision of each snapshot for which no later revision is listed."""

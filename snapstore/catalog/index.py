@@ -199,7 +199,7 @@ class Index:
             unknown = damaged.keys() | (unread := paused | unread).keys()
             others = other_revisions(self._records, unknown, self._get_record) if unknown else None
             shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
-            view = View(shown, damaged, vanished, unread, others, repeated, self._store, joined)
+            view = View(shown, damaged, vanished, unread, others, repeated, self._store)._decide(joined)
             view.only_run = run
             return view
 
@@ -380,7 +380,7 @@ class Index:
         with self._lock:
             joined = self.pages.known(run)
             ruling = {s.key: s for s in self._records.ruling(run)}
-            view = View([ruling[key] for key in ruling.keys() - void_records(ruling, joined)], {}, [], joined=joined)
+            view = View([ruling[key] for key in ruling.keys() - void_records(ruling, joined)], {}, [])._decide(joined)
         view.only_run = run
         return view
 

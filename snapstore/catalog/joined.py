@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..errors import IntegrityError
 from ..format import records
 from ..format.keys import name_of_record, page_key, parse_record_key, record_key
-from ..format.pages import STATES, RecordPage
+from ..format.pages import GRAVE, STATES, RecordPage
 from ..format.records import COMMITTED, FORGOTTEN, Snapshot
 
 Column = npt.NDArray[Any]
@@ -25,14 +25,14 @@ Column = npt.NDArray[Any]
 ROW_STATES = (*STATES, COMMITTED, FORGOTTEN)
 #: Flags of a row: the page has the whole record; the record has tags; this release cannot decode it.
 WHOLE, TAGGED, UNKNOWN = 1, 2, 4
-#: Rows lie in segments, each in order of the ids. A new page changes some of them; so no large array is ever copied.
+#: Rows lie in segments, each in order of the ids. A new page changes some of them, so no large array is ever copied.
 SEGMENT_ROWS = 65_536
 #: Rows that are looked at at once for the last ones that are not hidden.
 AT_ONCE = 64
 
 
-class Rows(NamedTuple):
-    """Rows about snapshots, as columns. `hi` and `lo` are the halves of the id."""
+class JoinedRows(NamedTuple):
+    """JoinedRows about snapshots, as columns. `hi` and `lo` are the halves of the id."""
 
     hi: Column
     lo: Column
@@ -44,47 +44,47 @@ class Rows(NamedTuple):
     flags: Column
 
     @staticmethod
-    def empty() -> Rows:
+    def empty() -> JoinedRows:
         """Return no rows."""
-        return Rows(*(np.empty(0, dtype) for dtype in _DTYPES))
+        return JoinedRows(*(np.empty(0, dtype) for dtype in _DTYPES))
 
     @staticmethod
-    def of(values: Sequence[tuple[str, int, int, int, int, int, int]]) -> Rows:
+    def of(values: Sequence[tuple[str, int, int, int, int, int, int]]) -> JoinedRows:
         """Return rows of (id, step, seq, revision, page, state, flags)."""
         columns = [*zip(*values, strict=True)] if values else [()] * 7
         hi, lo = halves(columns[0])
         rest = zip(columns[1:], _DTYPES[2:], strict=True)
-        return Rows(hi, lo, *(np.array(column, dtype) for column, dtype in rest))
+        return JoinedRows(hi, lo, *(np.array(column, dtype) for column, dtype in rest))
 
     @staticmethod
-    def joined(parts: Sequence[Rows]) -> Rows:
+    def joined(parts: Sequence[JoinedRows]) -> JoinedRows:
         """Return some rows, one after the other."""
-        return Rows(*map(np.concatenate, zip(*parts, strict=True))) if parts else Rows.empty()
+        return JoinedRows(*map(np.concatenate, zip(*parts, strict=True))) if parts else JoinedRows.empty()
 
     @staticmethod
-    def unpack(data: bytes) -> Rows:
+    def unpack(data: bytes) -> JoinedRows:
         """Return what `pack` has packed."""
         count = len(data) // ROW_BYTES
         columns, at = [], 0
         for dtype in _DTYPES:
             columns.append(np.frombuffer(data, dtype, count, at))
             at += count * dtype.itemsize
-        return Rows(*columns)
+        return JoinedRows(*columns)
 
     def pack(self) -> bytes:
         """Return the bytes of all columns."""
         return b"".join(column.tobytes() for column in self)
 
-    def take(self, chosen: Column | slice) -> Rows:
+    def take(self, chosen: Column | slice) -> JoinedRows:
         """Return some of the rows, by their numbers, by a mask or as a slice."""
-        return Rows(*(column[chosen] for column in self))
+        return JoinedRows(*(column[chosen] for column in self))
 
     def ids(self) -> list[str]:
         """Return the ids."""
         digits = np.stack([self.hi, self.lo], axis=1).astype(">u8").tobytes().hex()
         return [digits[at : at + 32] for at in range(0, len(digits), 32)]
 
-    def sorted(self) -> Rows:
+    def sorted(self) -> JoinedRows:
         """Return the rows in order of their ids."""
         return self.take(np.lexsort((self.lo, self.hi)))
 
@@ -100,6 +100,7 @@ class Rows(NamedTuple):
 
 
 _DTYPES = [np.dtype(name) for name in ("<u8", "<u8", "<u8", "<u8", "<u4", "<u4", "u1", "u1")]
+_HALVES = np.dtype([("hi", ">u8"), ("lo", ">u8"), *(one for one in GRAVE.descr if one[0] != "id")])
 ROW_BYTES = sum(dtype.itemsize for dtype in _DTYPES)
 
 
@@ -109,7 +110,7 @@ def halves(ids: Iterable[str]) -> tuple[Column, Column]:
     return both[:, 0].copy(), both[:, 1].copy()
 
 
-def rows_of(page: RecordPage) -> Rows:
+def rows_of(page: RecordPage) -> JoinedRows:
     """Return what a page says, in order of the ids. All its records are decoded."""
     found = []
     for record in page.live:
@@ -119,10 +120,17 @@ def rows_of(page: RecordPage) -> Rows:
     for key in page.unknown:
         _, step, name, revision = parse_record_key(key) or ("", 0, "", 0)
         found.append((name, step, 0, revision, page.number, len(ROW_STATES), WHOLE | UNKNOWN))
-    for row in page.graves:
-        name, numbers = row.tobytes()[:16].hex(), (int(row["step"]), int(row["seq"]), int(row["revision"]))
-        found.append((name, *numbers, page.number, int(row["state"]), 0))
-    return Rows.of(found).sorted()
+    graves: Column = np.frombuffer(page.graves.tobytes(), _HALVES)
+    numbers = np.full(len(graves), page.number)
+    of = {name: graves[name] for name in graves.dtype.names or ()} | {"page": numbers, "flags": np.zeros_like(numbers)}
+    both = zip(JoinedRows._fields, _DTYPES, strict=True)
+    of_graves = JoinedRows(*(of[name].astype(dtype) for name, dtype in both))
+    return JoinedRows.joined([JoinedRows.of(found), of_graves]).sorted()
+
+
+def _decodes(rows: JoinedRows) -> Column:
+    found: Column = rows.flags & UNKNOWN == 0
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +148,7 @@ class Joined:
     run: str
     bodies: Mapping[int, RecordPage] = field(default_factory=dict)
     count: int = 0
-    segments: tuple[Rows, ...] = ()
+    segments: tuple[JoinedRows, ...] = ()
     damaged: Mapping[str, str] = field(default_factory=dict)
     mended: frozenset[str] = frozenset()
     _decoded: dict[str, Snapshot] = field(default_factory=dict)  # those of later pages have them too
@@ -148,26 +156,28 @@ class Joined:
     def __len__(self) -> int:
         return sum(len(rows.hi) for rows in self.segments)
 
-    def with_pages(self, pages: Iterable[tuple[int, Rows, Collection[int]]], damaged: Mapping[str, str]) -> Joined:
+    def with_pages(
+        self, pages: Iterable[tuple[int, JoinedRows, Collection[int]]], damaged: Mapping[str, str]
+    ) -> Joined:
         """Return what the pages of the run say with the next ones: (number, rows, the numbers of those it mends)."""
         pages = list(pages)
         mended = self.mended | {page_key(self.run, number) for _, _, mends in pages for number in mends}
         count = max([self.count, *(number + 1 for number, _, _ in pages)])
         segments = self.segments
-        some, rows = 0, list[Rows]()
+        some, rows = 0, list[JoinedRows]()
         for _, of_page, _ in pages:
             if rows and some + len(of_page.hi) > SEGMENT_ROWS:
-                segments, some, rows = _with_rows(segments, Rows.joined(rows)), 0, []
+                segments, some, rows = _with_rows(segments, JoinedRows.joined(rows)), 0, []
             rows.append(of_page)
             some += len(of_page.hi)
         if rows:
-            segments = _with_rows(segments, Rows.joined(rows))
+            segments = _with_rows(segments, JoinedRows.joined(rows))
         damaged = {key: why for key, why in (*self.damaged.items(), *damaged.items()) if key not in mended}
         return replace(self, count=count, segments=segments, damaged=damaged, mended=mended)
 
     # --- one snapshot
 
-    def _row(self, snapshot_id: str) -> Rows | None:
+    def _row(self, snapshot_id: str) -> JoinedRows | None:
         hi, lo = halves([snapshot_id])
         for rows in reversed(self.segments):
             if (at := int(rows.find(hi, lo)[0])) >= 0:
@@ -179,7 +189,7 @@ class Joined:
         row = self._row(snapshot_id)
         return None if row is None else self._key(snapshot_id, row)
 
-    def _key(self, snapshot_id: str, row: Rows, at: int = 0) -> str:
+    def _key(self, snapshot_id: str, row: JoinedRows, at: int = 0) -> str:
         return record_key(self.run, int(row.step[at]), snapshot_id, int(row.revision[at]))
 
     def revisions_of(self, ids: Iterable[str]) -> list[int]:
@@ -227,7 +237,7 @@ class Joined:
             return None
         return self._whole(snapshot_id, row) if row.flags[0] & WHOLE else self._left(snapshot_id, row)
 
-    def _whole(self, snapshot_id: str, rows: Rows, at: int = 0) -> Snapshot:
+    def _whole(self, snapshot_id: str, rows: JoinedRows, at: int = 0) -> Snapshot:
         revision, found = int(rows.revision[at]), self._decoded.get(snapshot_id)
         if found is None or found.revision != revision:
             page = self.bodies[int(rows.page[at])]
@@ -236,7 +246,7 @@ class Joined:
             found = self._decoded[snapshot_id] = page.record(snapshot_id)
         return found
 
-    def _left(self, snapshot_id: str, rows: Rows, at: int = 0) -> Snapshot:
+    def _left(self, snapshot_id: str, rows: JoinedRows, at: int = 0) -> Snapshot:
         page = self.bodies[int(rows.page[at])]
         found = page.grave_record(snapshot_id)
         if found is None:
@@ -245,9 +255,7 @@ class Joined:
 
     # --- many snapshots
 
-    def _chosen(
-        self, states: Collection[str] | None, chooses: Callable[[Rows], Column] = lambda rows: rows.flags & UNKNOWN == 0
-    ) -> Rows:
+    def _chosen(self, states: Collection[str] | None, chooses: Callable[[JoinedRows], Column] = _decodes) -> JoinedRows:
         """Return the chosen rows of some states (None: of any), page by page."""
         numbers = [ROW_STATES.index(state) for state in (ROW_STATES if states is None else states)]
         parts = []
@@ -255,10 +263,10 @@ class Joined:
             mask = chooses(rows) & np.isin(rows.state, numbers)
             if mask.any():
                 parts.append(rows.take(mask))
-        found = Rows.joined(parts)
+        found = JoinedRows.joined(parts)
         return found.take(np.argsort(found.page, kind="stable"))
 
-    def _read(self, rows: Rows, but: Collection[str]) -> Iterator[Snapshot]:
+    def _read(self, rows: JoinedRows, but: Collection[str]) -> Iterator[Snapshot]:
         for at, name in enumerate(rows.ids()):
             if name not in but:
                 yield (self._whole if rows.flags[at] & WHOLE else self._left)(name, rows, at)
@@ -329,7 +337,7 @@ class Joined:
         return found
 
     @cached_property
-    def _committed(self) -> Rows:
+    def _committed(self) -> JoinedRows:
         """The committed ones, in order of seq and id."""
         rows = self._chosen([COMMITTED])
         order = np.argsort(rows.seq, kind="stable")
@@ -366,14 +374,14 @@ class Joined:
         return [(step, seq, name) for step, seq, name in found if name not in but]
 
 
-def _with_rows(segments: tuple[Rows, ...], rows: Rows) -> tuple[Rows, ...]:
+def _with_rows(segments: tuple[JoinedRows, ...], rows: JoinedRows) -> tuple[JoinedRows, ...]:
     """Return segments with some more rows. Of each id the highest revision stays; of two equal ones the lower page."""
     order = np.lexsort((rows.page, np.iinfo(np.uint32).max - rows.revision, rows.lo, rows.hi))
     rows = rows.take(order)
     again = (rows.hi[1:] == rows.hi[:-1]) & (rows.lo[1:] == rows.lo[:-1])
     rows = rows.take(np.concatenate([[True], ~again])) if again.any() else rows
     stays = np.ones(len(rows.hi), bool)
-    found: list[Rows] = []
+    found: list[JoinedRows] = []
     for segment in segments:
         at = segment.find(rows.hi, rows.lo)
         there = np.flatnonzero(at >= 0)
@@ -385,8 +393,8 @@ def _with_rows(segments: tuple[Rows, ...], rows: Rows) -> tuple[Rows, ...]:
             segment = segment.take(left)
         found.append(segment)
     rows = rows.take(stays) if not stays.all() else rows
-    if found and len(found[-1].hi) + len(rows.hi) <= SEGMENT_ROWS:
-        rows = Rows.joined([found.pop(), rows]).sorted()
+    while found and len(found[-1].hi) <= len(rows.hi) and len(found[-1].hi) + len(rows.hi) <= SEGMENT_ROWS:
+        rows = JoinedRows.joined([found.pop(), rows]).sorted()
     return tuple(one for one in (*found, rows) if len(one.hi))
 
 

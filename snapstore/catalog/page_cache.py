@@ -22,7 +22,7 @@ import xxhash
 from ..format.pages import RecordPage
 from ..text import log
 from ..threads import msgpack_decoder
-from .joined import Rows
+from .joined import JoinedRows
 
 #: The size of a page, its time and its tag, as a listing shows them.
 Shown = tuple[int, float, str]
@@ -43,7 +43,7 @@ class KnownPage:
     """
 
     number: int
-    rows: Rows
+    rows: JoinedRows
     mends: list[int]
     shown: Shown | None
 
@@ -79,7 +79,7 @@ class PageCache:
                         raise ValueError("its checksum differs")
                     if number == len(found):  # else another process has added it before
                         shown, mends = _NOTES.decode(notes)
-                        found.append(KnownPage(number, Rows.unpack(rows), mends, shown))
+                        found.append(KnownPage(number, JoinedRows.unpack(rows), mends, shown))
                         places[number] = begin, page_bytes
                     file.seek(begin + page_bytes)
         except FileNotFoundError:

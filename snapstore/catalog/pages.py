@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -240,7 +241,8 @@ class PageReader:
         Raises:
             StorageError: the store failed.
         """
-        return self._of_volumes(run, number, self._volumes(run).get(run, []), most=1).get(number)
+        volumes = [one for one in self._volumes(run).get(run, []) if one[0] <= number <= one[1]]
+        return next((pages[number].data for pages in self._of_volumes(run, number, volumes) if number in pages), None)
 
     def _listed(self, run: str | None) -> dict[str, dict[int, ObjectInfo]]:
         """Return how listings show pages: by run and number."""
@@ -289,58 +291,81 @@ class PageReader:
             volumes: (first, last, key) of its volumes; None: they were not listed.
             again: read all of them, in place of the known ones.
         """
-        before = self._nothing(run) if again else self._known(run)
-        pages: list[RecordPage] = []
-        damaged: dict[str, str] = {}
-        number = before.count
+        joined = self._nothing(run) if again else self._known(run)
+        known = {} if again or run not in self._runs else self._runs[run].listed
+        if again:
+            self._cache.wipe(run)
+            self._bodies.clear()
+        number = joined.count
         first = self._get(run, [number]) if probe and number not in listed else {}
         if volumes is None and not number and self._takes_volumes and (listed or first.get(number) is not None):
             volumes = self._volumes(run).get(run, [])  # many pages may follow
-        held = self._of_volumes(run, number, volumes or [])
-        there = {n for n in (*listed, *held) if n >= number}
-        for end in sorted(there):
-            if end - number > GAP:  # no process leaves so many out
-                key = page_key(run, number)
-                damaged[key] = f"{key}: is gone, and so are all up to {page_key(run, end - 1)}"
-                number = end
-            there.update(range(number, end))
-            number = end + 1
-        wanted = sorted(n for n in there)
-        for at in range(0, len(wanted), PAGES_AT_ONCE):
-            some = wanted[at : at + PAGES_AT_ONCE]
-            unread = [n for n in some if n not in held or not self._takes_volumes]
-            found = self._get(run, unread) if unread else {}
-            for n in some:
-                self._take(run, n, found.get(n, held.get(n) if n not in found else None), pages, damaged)
+        damaged: dict[str, str] = {}
+        for batch in self._batches(run, number, listed, volumes or [], damaged):
+            joined = self._with_batch(joined, batch, listed, damaged)
         while probe:
-            (data,) = first.values() if number in first else self._get(run, [number]).values()
-            if data is None or (isinstance(data, SnapstoreError) and not self._is_there(run, number)):
+            (data,) = first.values() if joined.count in first else self._get(run, [joined.count]).values()
+            if data is None or (isinstance(data, SnapstoreError) and not self._is_there(run, joined.count)):
                 break
-            self._take(run, number, data, pages, damaged)
-            number += 1
-        fresh = {n: _shown(info) for n, info in listed.items()}
-        known = [KnownPage(page.number, rows_of(page), page.mends, fresh.get(page.number)) for page in pages]
-        joined = before
-        if known or damaged:
-            joined = before.with_pages([(page.number, page.rows, page.mends) for page in known], damaged)
-        if joined.count < number:  # the last of them are damaged
-            joined = replace(joined, count=number)
+            joined = self._with_batch(joined, {joined.count: data}, listed, damaged)
         if joined.count or run in self._runs:
-            shown = {} if again else dict(self._runs[run].listed) if run in self._runs else {}
-            fresh = {n: of for n, of in fresh.items() if n < joined.count}
-            self._runs[run] = _PagesOfRun(joined, fresh | shown)
-            if again or damaged:
-                self._cache.wipe(run)
-            if again:
-                self._bodies.clear()
-            if pages:
-                self._cache.add(run, before.count, [*zip(pages, known, strict=True)], in_memory=bool(damaged))
+            shown = {n: _shown(info) for n, info in listed.items() if n < joined.count}
+            self._runs[run] = _PagesOfRun(joined, shown | known)
+
+    def _batches(
+        self,
+        run: str,
+        number: int,
+        listed: Mapping[int, ObjectInfo],
+        volumes: Iterable[tuple[int, int, str]],
+        damaged: dict[str, str],
+    ) -> Iterator[Mapping[int, RecordPage | bytes | SnapstoreError | None]]:
+        """Yield pages or their bytes, from a number on that a listing or a volume shows, in order, few at once."""
+        shown = sorted(n + 1 for n in listed if n >= number)
+        for held in chain(self._of_volumes(run, number, volumes), [dict[int, RecordPage]()]):
+            wanted: list[int] = []
+            for end in [end for end in shown if not held or end <= min(held)] + [*held][:1]:
+                if end - number > GAP:  # no process leaves so many out
+                    key = page_key(run, number)
+                    damaged[key] = f"{key}: is gone, and so are all up to {page_key(run, end - 2)}"
+                    number = end - 1
+                wanted += range(number, end)
+                number = max(number, end)
+            fresh = {n: page for n, page in held.items() if n >= number}
+            if not self._takes_volumes:
+                wanted += fresh
+            for at in range(0, len(wanted), PAGES_AT_ONCE):
+                yield self._get(run, wanted[at : at + PAGES_AT_ONCE])
+            if self._takes_volumes and fresh:
+                yield fresh
+            number = max([number, *(n + 1 for n in fresh)])
+
+    def _with_batch(
+        self,
+        joined: Joined,
+        batch: Mapping[int, RecordPage | bytes | SnapstoreError | None],
+        listed: Mapping[int, ObjectInfo],
+        damaged: dict[str, str],
+    ) -> Joined:
+        """Decode pages, and cache them; return what the run says with them."""
+        pages: list[RecordPage] = []
+        before = len(damaged)
+        for number, data in batch.items():
+            self._take(joined.run, number, data, pages, damaged)
+        shown = {n: _shown(listed[n]) for n in batch if n in listed}
+        known = [KnownPage(page.number, rows_of(page), page.mends, shown.get(page.number)) for page in pages]
+        if pages:
+            self._cache.add(
+                joined.run, joined.count, [*zip(pages, known, strict=True)], in_memory=len(damaged) > before
+            )
+        joined = joined.with_pages([(page.number, page.rows, page.mends) for page in known], damaged)
+        return replace(joined, count=max(joined.count, 1 + max(batch, default=-1)))  # the last of them may be damaged
 
     def _take(
         self,
         run: str,
         number: int,
-        data: bytes | SnapstoreError | None,
+        data: RecordPage | bytes | SnapstoreError | None,
         pages: list[RecordPage],
         damaged: dict[str, str],
     ) -> None:
@@ -353,7 +378,7 @@ class PageReader:
                 raise NotFoundError(f"{key}: is gone: a later page or a volume shows that it was there")
             if isinstance(data, SnapstoreError):
                 raise data
-            pages.append(read_page(data, key))
+            pages.append(data if isinstance(data, RecordPage) else read_page(data, key))
         except (*DAMAGE, StorageError) as error:
             damaged[key] = str(error)
             log.warning("page %s cannot be used: %s", key, error)
@@ -392,27 +417,25 @@ class PageReader:
         return found
 
     def _of_volumes(
-        self, run: str, number: int, volumes: Iterable[tuple[int, int, str]], *, most: int = 1 << 30
-    ) -> dict[int, bytes]:
-        """Return the pages from a number on that volumes have, as few of them as possible; at most `most` are read.
-
-        The range in a name may be forged: it counts only after the volume was read.
-        """
-        found: dict[int, bytes] = {}
+        self, run: str, number: int, volumes: Iterable[tuple[int, int, str]]
+    ) -> Iterator[dict[int, RecordPage]]:
+        """Yield the pages of some volumes, by number, few at once, of as few volumes as have all from a number on."""
         left = [(first, last, key) for first, last, key in volumes if last >= number]
-        while left and most:
+        while left:
             here = [one for one in left if one[0] <= number]
-            if not here and most == 1:
-                break
             chosen = max(here, key=lambda one: one[1]) if here else min(left)
+            pages: dict[int, RecordPage] = {}
             try:
                 data = self._store.get(chosen[2], limit_bytes=VOLUME_LIMIT_BYTES)
-                pages = dict(enumerate(read_volume(data, chosen[2]), chosen[0]))
-                for n, page in pages.items():
-                    read_page(page, page_key(run, n))
-                found = pages | found
-                number, most = max(number, chosen[1] + 1), most - 1
+                for n, page in enumerate(read_volume(data, chosen[2]), chosen[0]):
+                    if n >= number:
+                        pages[n] = read_page(page, page_key(run, n))
+                    if len(pages) == PAGES_AT_ONCE:
+                        yield pages
+                        number, pages = n + 1, {}
             except (*DAMAGE, StorageError) as error:  # another process has merged it, or it is damaged
                 log.info("volume %s cannot be used: %s", chosen[2], error)
+            if pages:
+                yield pages
+                number = 1 + max(pages)
             left = [one for one in left if one != chosen and one[1] >= number]
-        return found

@@ -72,4 +72,4 @@ def _page_of(store: ObjectStore, key: str) -> RecordPage:
 
 
 def _pages_of(store: ObjectStore, key: str) -> list[bytes]:
-    return read_volume(store.get(key, limit_bytes=VOLUME_LIMIT_BYTES), key)
+    return [*read_volume(store.get(key, limit_bytes=VOLUME_LIMIT_BYTES), key)]

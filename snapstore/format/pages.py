@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, NamedTuple, TypeVar
@@ -296,8 +296,8 @@ def make_volume(run: str, first: int, pages: Sequence[bytes]) -> tuple[str, byte
     return volume_key(run, first, last, name), records.enveloped(VOLUME, _ENCODER.encode(stored))
 
 
-def read_volume(data: bytes, key: str) -> list[bytes]:
-    """Return the pages of a volume, as stored.
+def read_volume(data: bytes, key: str) -> Iterator[bytes]:
+    """Yield the pages of a volume, as stored.
 
     Raises:
         See `read_page`, for the volume alone; the pages are not looked at.
@@ -305,14 +305,22 @@ def read_volume(data: bytes, key: str) -> list[bytes]:
     stored = _decoded(data, VOLUME, _StoredVolume, key)
     if volume_key(stored.run, stored.first, stored.last, stored.id) != key:
         raise IntegrityError(f"{key}: holds another volume; it was moved or altered")
-    packed, pages, at = _decompressed(stored.pages, MAX_VOLUME_BYTES, key), list[bytes](), 0
-    while at < len(packed):
-        (size,) = _LENGTH.unpack_from(packed.ljust(at + 8, b"\0"), at)
-        pages.append(packed[at + 8 : at + 8 + size])
-        at += 8 + size
-    if at != len(packed) or len(pages) != stored.last - stored.first + 1:
-        raise UnknownFormatError(f"{key}: {len(pages)} pages, expected {stored.last - stored.first + 1}, each whole")
-    return pages
+    _content_bytes(stored.pages, MAX_VOLUME_BYTES, key)
+    left = stored.last - stored.first + 1
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(stored.pages) as stream:  # it may be large
+            while head := stream.read(_LENGTH.size):
+                (size,) = _LENGTH.unpack(head.ljust(_LENGTH.size, b"\xff"))
+                page, left = stream.read(size) if size <= 2 * MAX_LIVE_BYTES else b"", left - 1
+                if len(page) != size or left < 0:
+                    break
+                yield page
+            else:
+                if not left:
+                    return
+    except zstandard.ZstdError as error:
+        raise UnknownFormatError(f"{key}: does not decompress: {error}") from error
+    raise UnknownFormatError(f"{key}: has not {stored.last - stored.first + 1} pages, each whole")
 
 
 def _decoded(data: bytes, kind: int, of: type[T], key: str) -> T:
@@ -339,16 +347,25 @@ def _compressed(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=3, write_content_size=True).compress(data)
 
 
-def _decompressed(frame: bytes, limit_bytes: int, key: str) -> bytes:
-    """Return the content of a zstd frame.
+def _content_bytes(frame: bytes, limit_bytes: int, key: str) -> int:
+    """Return the size of what a zstd frame holds.
 
     Raises:
         UnknownFormatError: it is no frame, or its content is larger than the limit, or does not tell its size.
     """
     try:
         size = zstandard.frame_content_size(frame)
-        if not 0 <= size <= limit_bytes:
-            raise UnknownFormatError(f"{key}: holds {size} bytes, expected at most {limit_bytes}")
+    except zstandard.ZstdError as error:
+        raise UnknownFormatError(f"{key}: does not decompress: {error}") from error
+    if not 0 <= size <= limit_bytes:
+        raise UnknownFormatError(f"{key}: holds {size} bytes, expected at most {limit_bytes}")
+    return size
+
+
+def _decompressed(frame: bytes, limit_bytes: int, key: str) -> bytes:
+    """Return the content of a zstd frame. Raises as `_content_bytes` does."""
+    size = _content_bytes(frame, limit_bytes, key)
+    try:
         return zstandard.ZstdDecompressor().decompress(frame, max_output_size=max(size, 1))
     except zstandard.ZstdError as error:
         raise UnknownFormatError(f"{key}: does not decompress: {error}") from error

@@ -39,7 +39,7 @@ SPARSE = 1 << 24  # elements
 DEPTH, CHAIN, SAME_HASH, NESTING = 200, 255, 256, 96
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 RECORD_KEY = re.compile(f"snapshots/({NAME})/" + r"(\d{12})-([0-9a-f]{32})\.(0|[1-9]\d{0,8})")
-PAGE_KEY = re.compile(f"pages/({NAME})/" + r"(\d{6})/(\d{3})")
+PAGE_KEY = re.compile(f"pages/({NAME})/" + r"(\d{7})/(\d{2})")
 VOLUME_KEY = re.compile(f"volumes/({NAME})/" + r"(\d{9})-(\d{9})\.([0-9a-f]{32})")
 #: Bytes of the records of a page, and of the pages of a volume; bytes of a grave, snapshots of a page.
 PAGE_RECORDS, VOLUME, GRAVE, PAGE_SNAPSHOTS = 32 << 20, 1 << 30, struct.Struct("<16sQQIB"), 1024
@@ -1227,7 +1227,7 @@ class Repository:
                 print(f"{key}: {error}", file=sys.stderr)
         for key in self.keys("pages"):
             if match := PAGE_KEY.fullmatch(key):
-                counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) * 1000 + int(match[3]) + 1)
+                counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) * 100 + int(match[3]) + 1)
         found: dict[str, dict[str, Any]] = {}
         for run, count in counts.items():
             pages = [self.page(run, number, copies.get((run, number))) for number in range(count)]
@@ -1240,7 +1240,7 @@ class Repository:
 
     def page(self, run: str, number: int, copy: bytes | None) -> tuple[list[int], dict[str, dict[str, Any]]]:
         """Return what a page mends, and its facts by id."""
-        key = f"pages/{run}/{number // 1000:06d}/{number % 1000:03d}"
+        key = f"pages/{run}/{number // 100:07d}/{number % 100:02d}"
         for of_volume in (False, True):
             try:
                 return self.facts(key, run, number, copy or b"" if of_volume else self.read(key))

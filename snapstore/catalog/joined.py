@@ -18,7 +18,7 @@ from ..errors import IntegrityError
 from ..format import records
 from ..format.keys import name_of_record, page_key, parse_record_key, record_key
 from ..format.pages import GRAVE, STATES, RecordPage
-from ..format.records import COMMITTED, FORGOTTEN, Snapshot
+from ..format.records import COMMITTED, FORGOTTEN, SWEPT, Snapshot
 
 Column = npt.NDArray[Any]
 #: The states of a row, by their number there; a record that does not decode has another one.
@@ -257,14 +257,19 @@ class Joined:
 
     def _chosen(self, states: Collection[str] | None, chooses: Callable[[JoinedRows], Column] = _decodes) -> JoinedRows:
         """Return the chosen rows of some states (None: of any), page by page."""
-        numbers = [ROW_STATES.index(state) for state in (ROW_STATES if states is None else states)]
-        parts = []
-        for rows in self.segments:
-            mask = chooses(rows) & np.isin(rows.state, numbers)
-            if mask.any():
-                parts.append(rows.take(mask))
-        found = JoinedRows.joined(parts)
+        parts = [self._in_state(state) for state in (ROW_STATES if states is None else states)]
+        found = JoinedRows.joined([rows.take(chooses(rows)) for rows in parts])
         return found.take(np.argsort(found.page, kind="stable"))
+
+    def _in_state(self, state: str) -> JoinedRows:
+        """Return the rows of a state; those of swept snapshots are not kept, as they are many."""
+        if state not in self._of_states:
+            number = ROW_STATES.index(state)
+            rows = JoinedRows.joined([rows.take(rows.state == number) for rows in self.segments])
+            if state == SWEPT:
+                return rows
+            self._of_states[state] = rows
+        return self._of_states[state]
 
     def _read(self, rows: JoinedRows, but: Collection[str]) -> Iterator[Snapshot]:
         for at, name in enumerate(rows.ids()):
@@ -297,6 +302,10 @@ class Joined:
             return False
         names = self._chosen(states).take(slice(len(but) + 1)).ids()
         return any(name not in but for name in names)
+
+    @cached_property
+    def _of_states(self) -> dict[str, JoinedRows]:
+        return {}
 
     @cached_property
     def states(self) -> frozenset[str]:

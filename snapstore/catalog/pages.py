@@ -21,7 +21,15 @@ import msgspec
 
 from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError
 from ..format import records
-from ..format.keys import ID_DIGITS, page_key, pages_prefix, parse_page_key, parse_record_key, parse_volume_key
+from ..format.keys import (
+    ID_DIGITS,
+    PAGES_IN_FOLDER,
+    page_key,
+    pages_prefix,
+    parse_page_key,
+    parse_record_key,
+    parse_volume_key,
+)
 from ..format.pages import MAX_LIVE_BYTES, MAX_VOLUME_BYTES, RecordPage, read_page, read_volume
 from ..format.records import Snapshot
 from ..storage.base import ObjectInfo, ObjectStore
@@ -35,6 +43,8 @@ from .read_twice import read_small
 PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES = 2 * MAX_LIVE_BYTES, 2 * MAX_VOLUME_BYTES
 #: Pages that are read at once where no volume has them: on S3 each is a round trip.
 PAGES_AT_ONCE = 16
+#: The last pages of a run, which each listing describes.
+LAST = 8
 #: Pages that are held in memory as they are decoded.
 BODIES = 16
 #: If more numbers than this are missing in a row, no page of them is looked for.
@@ -68,6 +78,18 @@ class _PagesOfRun:
 
     joined: Joined
     listed: dict[int, Shown] = field(default_factory=dict)
+    is_listed: bool = False  # whether this process has listed all of them
+    settled: int = 0  # how many of them later listings need not describe
+    start: int = 0  # nor show: the number of the first page of the last folder
+
+
+@dataclass(slots=True)
+class _ListedPages:
+    """How pages of a run are listed from a number on; `infos` has those that are described."""
+
+    start: int = 0
+    numbers: set[int] = field(default_factory=set)
+    infos: dict[int, ObjectInfo] = field(default_factory=dict)
 
 
 def _shown(info: ObjectInfo) -> Shown:
@@ -91,6 +113,7 @@ class PageReader:
         self._store, self.exist, self._takes_volumes = store, has_pages, takes_volumes
         self._cache = PageCache(folder and folder / "pages")
         self._runs: dict[str, _PagesOfRun] = {}
+        self._settled: dict[str, tuple[str, int]] = {}  # pages and folders of them, see `_settle`
         self._bodies: dict[str, RecordPage] = {}  # by key, the one that was used last at the end
         self._has_listed_all = False
         self._lock = threading.RLock()
@@ -140,6 +163,7 @@ class PageReader:
         with self._lock:
             self._runs.clear()
             self._bodies.clear()
+            self._settled.clear()
             self._has_listed_all = False
             self._cache.wipe()
 
@@ -213,16 +237,21 @@ class PageReader:
         with self._lock:
             is_cached = run is not None and run not in self._runs and self._load(run)
             list_too = list_too or is_cached  # the pages there may be those of another time
-            listed = self._listed(run) if run is None or list_too else {}
             for name in self._cache.runs() if run is None else ():
                 if name not in self._runs:
                     self._load(name)
+            listed = self._listed(run) if run is None or list_too else {}
             volumes = self._volumes(run) if volumes_too or (run is None and not self._has_listed_all) else None
             for name in [run] if run is not None else {**listed, **(volumes or {}), **dict.fromkeys(self._runs)}:
-                of_run = listed.get(name, {}) if run is None or list_too else None
-                again = self._must_read_again(name, of_run)
+                of_run = listed.get(name, _ListedPages()) if run is None or list_too else None
+                if again := self._must_read_again(name, of_run):
+                    of_run = self._listed(name, whole=True)[name]
                 of_volumes = volumes.get(name, []) if volumes is not None else None
-                self._read_run(name, of_run or {}, of_volumes, probe=run is not None, again=again)
+                infos = of_run.infos if of_run is not None else {}
+                self._read_run(name, infos, of_volumes, probe=run is not None, again=again)
+                if of_run is not None and name in self._runs:
+                    self._runs[name].is_listed = True
+                    self._settle(name)
             self._has_listed_all |= run is None
             return {name: of.joined for name, of in self._runs.items()} if run is None else self.known(run)
 
@@ -244,15 +273,53 @@ class PageReader:
         volumes = [one for one in self._volumes(run).get(run, []) if one[0] <= number <= one[1]]
         return next((pages[number].data for pages in self._of_volumes(run, number, volumes) if number in pages), None)
 
-    def _listed(self, run: str | None) -> dict[str, dict[int, ObjectInfo]]:
-        """Return how listings show pages: by run and number."""
-        found: dict[str, dict[int, ObjectInfo]] = {} if run is None else {run: {}}
-        for info in self._store.list(pages_prefix(run)):
-            if (parsed := parse_page_key(info.key)) is not None:
-                found.setdefault(parsed[0], {})[parsed[1]] = info
+    def _listed(self, run: str | None, *, whole: bool = False) -> dict[str, _ListedPages]:
+        """Return how listings show pages, by run.
+
+        Args:
+            whole: show all of them. Else, of runs that this process has listed before, the last folder is enough. No
+                other page can be gone, and its number given to another one: loose records are deleted only when a
+                volume holds them too, and nobody uses the number of a page that a volume holds, or one below a page
+                that is listed.
+        """
+        of = self._runs.get(run or "")
+        start, prefixes = 0, [pages_prefix(run)]
+        if run is not None and of is not None and of.is_listed and not whole:
+            start = of.start
+            folders = range(start // PAGES_IN_FOLDER, of.joined.count // PAGES_IN_FOLDER + 1)
+            prefixes = [page_key(run, PAGES_IN_FOLDER * number).rpartition("/")[0] + "/" for number in folders]
+        found = {} if run is None else {run: _ListedPages(start)}
+        for name in self._runs if run is None else ():
+            found[name] = _ListedPages(self._runs[name].start)
+        settled = {} if whole else self._settled
+        for info in chain.from_iterable(self._store.list(prefix, settled.keys().__and__) for prefix in prefixes):
+            known = settled.get(info.key)
+            parsed = known or parse_page_key(info.key)
+            if parsed is not None:
+                listing = found.setdefault(parsed[0], _ListedPages())
+                listing.numbers.add(parsed[1])
+                if known is None:
+                    listing.infos[parsed[1]] = info
         return found
 
-    def _must_read_again(self, run: str, listed: Mapping[int, ObjectInfo] | None) -> bool:
+    def _settle(self, run: str) -> None:
+        """Note which pages of a run later listings need not describe: all but the last ones, once they were listed.
+
+        The same holds for folders that are full of such pages.
+        """
+        of = self._runs[run]
+        if not of.is_listed:
+            return
+        for number in range(of.settled, of.joined.count - LAST):
+            if number not in of.listed:
+                break
+            self._settled[page_key(run, number)] = run, number
+            of.settled = number + 1
+            if of.settled % PAGES_IN_FOLDER == 0:
+                self._settled[page_key(run, number).rpartition("/")[0]] = run, number
+                of.start = of.settled
+
+    def _must_read_again(self, run: str, listed: _ListedPages | None) -> bool:
         """Return whether some pages of a run were damaged, or a listing shows others in their place.
 
         Pages that are gone count as damaged; what they said is not forgotten.
@@ -260,13 +327,13 @@ class PageReader:
         of = self._runs.get(run)
         if of is None or listed is None:
             return False
-        missing = [n for n in range(of.joined.count) if n not in listed]
+        missing = [n for n in range(listed.start, of.joined.count) if n not in listed.numbers]
         missing = [n for n in missing if page_key(run, n) not in of.joined.mended]
         if gone := [page_key(run, n) for n in missing if not self._is_there(run, n)]:
             lost = {key: f"{key}: is gone: this process has read it; {PUT_BACK_PAGES}" for key in gone}
             of.joined = replace(of.joined, damaged={**of.joined.damaged} | lost)
             return False
-        others = any(of.listed.get(n, _shown(info)) != _shown(info) for n, info in listed.items())
+        others = any(of.listed.get(n, _shown(info)) != _shown(info) for n, info in listed.infos.items())
         return others or bool(of.joined.damaged)
 
     def _is_there(self, run: str, number: int) -> bool:
@@ -292,7 +359,6 @@ class PageReader:
             again: read all of them, in place of the known ones.
         """
         joined = self._nothing(run) if again else self._known(run)
-        known = {} if again or run not in self._runs else self._runs[run].listed
         if again:
             self._cache.wipe(run)
             self._bodies.clear()
@@ -309,8 +375,14 @@ class PageReader:
                 break
             joined = self._with_batch(joined, {joined.count: data}, listed, damaged)
         if joined.count or run in self._runs:
-            shown = {n: _shown(info) for n, info in listed.items() if n < joined.count}
-            self._runs[run] = _PagesOfRun(joined, shown | known)
+            if again:
+                self._settled = {key: of for key, of in self._settled.items() if of[0] != run}
+                self._runs[run] = _PagesOfRun(joined)
+            of = self._runs.setdefault(run, _PagesOfRun(joined))
+            of.joined = joined
+            for n, info in listed.items():
+                if n < joined.count:
+                    of.listed.setdefault(n, _shown(info))
 
     def _batches(
         self,

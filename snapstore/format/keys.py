@@ -17,9 +17,9 @@ _QUARANTINE_KEY = re.compile(r"gc/([0-9a-f]{64})(?:\.[0-9a-f]{32})?\.quarantine"
 _NOTE_OF_GC = re.compile(r"gc/[0-9a-f]{32}\.(mark|wait|done)")
 _LOST_KEY = re.compile(r"gc/([0-9a-f]{32})\.lost")
 _POLICY_KEY = re.compile(rf"policies/({NAME.pattern})\.(0|[1-9]\d{{0,8}})")
-#: Pages have numbers below this; a thousand of them are in one folder.
-MAX_PAGES = 10**9
-_PAGE_KEY = re.compile(rf"pages/({NAME.pattern})/(\d{{6}})/(\d{{3}})")
+#: Pages have numbers below this; so many of them are in one folder, which a listing need not show once it is full.
+MAX_PAGES, PAGES_IN_FOLDER = 10**9, 100
+_PAGE_KEY = re.compile(rf"pages/({NAME.pattern})/(\d{{7}})/(\d{{2}})")
 _VOLUME_KEY = re.compile(rf"volumes/({NAME.pattern})/(\d{{9}})-(\d{{9}})\.([0-9a-f]{{32}})")
 _NEXT_DIGIT = dict(zip("012345678", "123456789", strict=True))
 _RECORD_KEY = re.compile(rf"snapshots/({NAME.pattern})/(\d{{12}})-([0-9a-f]{{32}})\.(0|[1-9]\d{{0,8}})")
@@ -53,7 +53,7 @@ def parse_record_key(key: str) -> tuple[str, int, str, int] | None:
 
 def page_key(run: str, number: int) -> str:
     """Return the key of a page."""
-    return f"{pages_prefix(run)}{number // 1000:06d}/{number % 1000:03d}"
+    return f"{pages_prefix(run)}{number // PAGES_IN_FOLDER:07d}/{number % PAGES_IN_FOLDER:02d}"
 
 
 def pages_prefix(run: str | None = None) -> str:
@@ -64,7 +64,7 @@ def pages_prefix(run: str | None = None) -> str:
 def parse_page_key(key: str) -> tuple[str, int] | None:
     """Return (run, number) of a page's key, None for any other key."""
     match = _PAGE_KEY.fullmatch(key)
-    return (match[1], int(match[2]) * 1000 + int(match[3])) if match else None
+    return (match[1], int(match[2]) * PAGES_IN_FOLDER + int(match[3])) if match else None
 
 
 def volume_key(run: str, first: int, last: int, volume_id: str) -> str:

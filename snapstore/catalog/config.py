@@ -30,10 +30,8 @@ from .read_twice import tried
 KNOWN_FEATURES = frozenset({records.PAGES})
 #: The feature of a repository whose packs and manifests are encrypted: reserved, and not built.
 ENCRYPTED = "encrypted"
-
-
 #: The features of a new repository.
-NEW_FEATURES: list[str] = []
+NEW_FEATURES = (records.PAGES,)
 
 
 def new_config(chunk_bytes: int, digest_seed: int) -> Config:

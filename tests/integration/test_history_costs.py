@@ -26,8 +26,8 @@ from snapstore.storage.memory import MemoryStore
 from snapstore.threads import current_watch
 
 OPTIONS = SaveOptions(threads=1, share_runs=False)
-#: The length of the history, and twice that.
-LENGTHS = (60, 120)
+#: The length of the history, and twice that; a gc joins the records of either one.
+LENGTHS = (72, 144)
 
 
 def fill(repository, run, count):
@@ -88,7 +88,7 @@ def test_a_cold_start_costs_in_proportion_to_the_run(histories, tmp_path, monkey
     costs = []
     for number, folder in enumerate(histories):
         monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / f"cold-{number}"))
-        counted_store = CountedStore(LocalStore(folder))
+        counted_store = copied(folder, tmp_path / str(number))
         with counted(counted_store) as cost, Repository.open(counted_store, options=OPTIONS) as repository:
             {"log": repository.snapshots, "gc": repository.gc, "check": repository.check}[verb]()
         costs.append(cost)

@@ -42,7 +42,7 @@ kit get it from `kit.processes.environment`.
 | `device_memory` | restores and saves through device memory; CPU tensors stand in where there is no device | a test is about where restored tensors are placed |
 | `gpu_states` | states of known bytes on any device, comparison by digests, a process without a GPU | a test of the GPU engine |
 | `machines` | a CUDA device and the emulator of thread blocks (`emulator.h`), which both run kernels | a test of one kernel |
-| `joined` | repositories with pages, and joins of two snapshots at a time, as a plugin of pytest | a harness must hold while records are joined |
+| `joined` | joins of two snapshots at a time, as a plugin of pytest | a harness must hold while records are joined |
 | `fake_cuda` | a CUDA device made of the CPU, as a plugin of pytest | the host code of the GPU engine runs without a GPU |
 | `remembered` | the same bytes are decoded only once in a process of the tests; the fixture `remembering` | a test is about which objects are stored, read or damaged, and not about how they are decoded |
 | `tally` | counts of the cases that a harness tried, for `tools/torture` | a test is one of its harnesses |

@@ -45,11 +45,6 @@ sys.path.append(str(ROOT / "tools"))
 import reader
 
 
-@pytest.fixture(autouse=True)
-def _pages(monkeypatch):
-    monkeypatch.setattr(config, "NEW_FEATURES", [PAGES])
-
-
 def join(store, run="a", at_least=1):
     with opened(store) as repository:
         return joining.join(repository.context, run, at_least=at_least)
@@ -114,11 +109,11 @@ def test_a_join_changes_no_answer(store):
     clean(store)
 
 
-def test_a_long_run_under_policies(tmp_path):
+def test_a_long_run_under_policies(tmp_path, monkeypatch):
     """Managers join behind their commits; the store has few objects, and answers as one without pages."""
     answers = {}
-    for features in ([PAGES], []):
-        config.NEW_FEATURES[:] = features
+    for features in ((PAGES,), ()):
+        monkeypatch.setattr(config, "NEW_FEATURES", features)
         root = tmp_path / str(len(features))
         with SnapshotManager(root, run="a", keep=[KeepLast(3), KeepEvery(100)]) as snapshots:
             for step in range(300):
@@ -181,7 +176,7 @@ def test_the_highest_number_may_be_that_of_a_grave(store):
 
 
 def test_repositories_without_the_feature_have_no_pages(monkeypatch):
-    monkeypatch.setattr(config, "NEW_FEATURES", [])
+    monkeypatch.setattr(config, "NEW_FEATURES", ())
     store = history()
     assert join(store) == joining.JoinResult()
     assert not [key for key in keys_of(store) if key.startswith(("pages/", "volumes/"))]

@@ -4,6 +4,7 @@
     .venv/bin/python tools/make_golden.py --deltas   # tests/golden/v<version>-deltas/, with every kind of delta
     .venv/bin/python tools/make_golden.py --layouts   # tests/golden/v<version>-layouts/, with strides and optimizers
     .venv/bin/python tools/make_golden.py --xor   # tests/golden/v<version>-xor/, with chains of XORs and differences
+    .venv/bin/python tools/make_golden.py --pages   # tests/golden/v<version>-pages/, with records joined into pages
     python3 tools/make_golden.py --gpu   # tests/golden/v<version>-gpu/: the same deltas, written by the GPU engine
     python3 tools/make_golden.py --ans   # tests/golden/ans-v<version>/, which only a GPU can read
 
@@ -20,10 +21,12 @@ import math
 import random
 import shutil
 import sys
+import tempfile
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time, timedelta, timezone
 from enum import Enum, IntFlag
@@ -32,13 +35,19 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from snapstore import KeepEvery, KeepLast, PerRank, Repository, RngState, SaveOptions, Snapshot, SnapshotManager
 from snapstore.distributed.local import local_ranks
-from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, FORMAT_VERSION, SWEPT
+from snapstore.errors import StorageFullError
+from snapstore.format import records
+from snapstore.format.keys import record_key
+from snapstore.format.records import ABORTED, COMMITTED, FORGOTTEN, FORMAT_VERSION, SWEPT, Session
+from snapstore.protocol.joining import join
 from snapstore.state.values.tensors import TORCH_DTYPES, dim_order_of
+from snapstore.storage.local import LocalStore
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "golden" / f"v{FORMAT_VERSION}"
 MAX_BYTES = 448 * 1024
@@ -46,6 +55,7 @@ DELTAS = FOLDER.with_name(f"{FOLDER.name}-deltas")
 MAX_DELTA_BYTES = 300 * 1000
 LAYOUTS = FOLDER.with_name(f"{FOLDER.name}-layouts")
 XORS = FOLDER.with_name(f"{FOLDER.name}-xor")
+PAGES = FOLDER.with_name(f"{FOLDER.name}-pages")
 BY_GPU = FOLDER.with_name(f"{FOLDER.name}-gpu")
 ANS = FOLDER.with_name(f"ans-{FOLDER.name}")
 OPTIONS = SaveOptions(restore_cost=4.0, threads=2)
@@ -65,6 +75,8 @@ KINDS = ("first", "few", "most", "far", "few", "near")
 LONG_STEPS = 20
 #: Snapshots of the run "long" of the one with XORs.
 XOR_STEPS = 8
+#: Snapshots of the run "paged".
+PAGED_STEPS = 12
 #: Snapshots of the run "ans".
 ANS_STEPS = 5
 
@@ -528,6 +540,82 @@ def write_xors(folder: Path) -> None:
                 repo.save(STATES[run](step), run=run, step=step)
 
 
+class _FullStore(LocalStore):
+    """A local store without room for packs."""
+
+    def put(self, key: str, data: Any) -> None:
+        """Put an object, unless it is a pack."""
+        if key.startswith("packs/"):
+            raise StorageFullError(f"{key}: no room")
+        super().put(key, data)
+
+
+def write_pages(folder: Path) -> None:
+    """Write a run of two pages and loose records, some of them void, and a fork of one page."""
+    with Repository.create(folder, chunk_bytes=4096, options=OPTIONS) as repo:
+        for step in range(6):
+            options = {"metrics": {"loss": 1 / (step + 1)}, "metadata": {"step": step}, "tags": ["start"][step:]}
+            repo.save(few_changes(step), run="paged", step=step, **options)
+        fence_a_save(repo, "paged", 6)
+        repo.forget_snapshots(["paged@1"])
+        repo.gc()
+        repo.forget_snapshots(["paged@2"])
+    copy_in_vain(folder, "paged", 7)
+    with Repository.open(folder, options=OPTIONS) as repo:
+        assert join(repo.context, "paged", at_least=1).pages == 1
+        for step in range(8, PAGED_STEPS):
+            options = {"metrics": {"loss": 1 / step}, "metadata": [step, None]}
+            options |= {"parent": "paged@0"} if step == 9 else {}  # of another page
+            repo.save(few_changes(step), run="paged", step=step, **options)
+        repo.tag("paged@8", "best")
+        repo.unforget("paged@2")
+        alive = repo.snapshot("paged@3")
+        repo.forget_snapshots(["paged@3", "paged@9"])
+        repo.gc()
+        repo.forget_snapshots(["paged@4"])
+        loose = {info.key: repo.store.get(info.key) for info in repo.store.list("snapshots/paged/")}
+        assert join(repo.context, "paged", at_least=1).pages == 1
+        for step in range(2):
+            repo.save(few_changes(step), run="second", step=step, parent="paged@10", tags=["start"])
+        assert join(repo.context, "second", at_least=1).pages == 1
+        repo.save(few_changes(PAGED_STEPS), run="paged", step=PAGED_STEPS, tags=["best"])  # takes it from a joined one
+        repo.forget_snapshots(["paged@10"])
+        put_void_records(repo, loose, alive)
+
+
+def fence_a_save(repo: Repository, run: str, step: int) -> None:
+    """Leave the session of a save that has died, and fence it: an aborted record that is no copy's."""
+    name = records.new_id()
+    session = Session(id=name, key=record_key(run, step, name, 0), host="gone", boot_id="", pid=1, started=0.0)
+    repo.store.put(records.key_of(session), records.encode(session))
+    assert repo.gc(fence_after_s=0.0).fenced == [name]
+
+
+def copy_in_vain(folder: Path, run: str, step: int) -> None:
+    """Begin a copy of a snapshot, and fail: the record that announces a copy stays whole in a page."""
+    with tempfile.TemporaryDirectory() as parent, Repository.open(folder, options=OPTIONS) as repo:
+        other = Path(parent) / "other"
+        repo.copy([f"{run}@0"], to=other)
+        with Repository.open(other, options=OPTIONS) as source:
+            saved = source.save({"w": torch.arange(1500.0)}, run=run, step=step)
+            with suppress(StorageFullError):
+                source.copy([saved.ref], to=_FullStore(folder))
+
+
+def put_void_records(repo: Repository, loose: dict[str, bytes], alive: Snapshot) -> None:
+    """Put loose records that pages make void: as a join leaves that died, and as an un-forget that came too late.
+
+    Args:
+        loose: some that were joined.
+        alive: a record of a snapshot that was swept later, and joined.
+    """
+    (dead,) = (s for s in repo.view().snapshots(alive.run, (SWEPT,)) if s.id == alive.id)
+    late = msgspec.structs.replace(alive, revision=dead.revision, write_id=records.new_id())
+    left = [(key, data) for key, data in loose.items() if "/000000000004-" in key or "/000000000009-" in key]
+    for key, data in (*left, (late.key, records.encode(late))):
+        repo.store.put(key, data)
+
+
 def write_ans(folder: Path) -> None:
     """Write a repository with full chunks and differences in nvCOMP's ANS; it needs a GPU."""
     options = replace(OPTIONS, restore_cost=100.0, codec="ans")
@@ -547,6 +635,8 @@ STATES = {
     "main": state,
     "fork": state,
     "few": few_changes,
+    "paged": few_changes,
+    "second": few_changes,
     "kinds": delta_kinds,
     "long": long_chain,
     "ans": ans,
@@ -575,7 +665,7 @@ def expectations(folder: Path) -> dict[str, Any]:
             elif readable and s.run in STATES:
                 assert found["leaves"] == summary(describe(STATES[s.run](s.step))), s.ref
             snapshots.append(found)
-        assert (1 if folder == LAYOUTS else 3) in {s["depth"] for s in snapshots}
+        assert {LAYOUTS: 1, PAGES: 2}.get(folder, 3) in {s["depth"] for s in snapshots}
         assert repo.check("restore").ok
     return {"format": FORMAT_VERSION, "snapshots": snapshots}
 
@@ -596,6 +686,7 @@ def main() -> int:
     which.add_argument("--deltas", action="store_true", help="make the one with every kind of delta")
     which.add_argument("--layouts", action="store_true", help="make the one with strides and optimizers")
     which.add_argument("--xor", action="store_true", help="make the one with XORs")
+    which.add_argument("--pages", action="store_true", help="make the one with pages of records")
     which.add_argument("--gpu", action="store_true", help="make the same deltas on a GPU")
     which.add_argument("--ans", action="store_true", help="make the one with nvCOMP's ANS, on a GPU")
     chosen = parser.parse_args()
@@ -606,6 +697,8 @@ def main() -> int:
         folder, make, most = LAYOUTS, write_layouts, MAX_DELTA_BYTES
     elif chosen.xor:
         folder, make, most = XORS, write_xors, MAX_DELTA_BYTES
+    elif chosen.pages:
+        folder, make, most = PAGES, write_pages, MAX_DELTA_BYTES
     elif chosen.gpu:
         folder, make, most = BY_GPU, partial(write_deltas, device="cuda"), MAX_DELTA_BYTES
     elif chosen.ans:

@@ -554,7 +554,11 @@ def write_pages(folder: Path) -> None:
     """Write a run of two pages and loose records, some of them void, and a fork of one page."""
     with Repository.create(folder, chunk_bytes=4096, options=OPTIONS) as repo:
         for step in range(6):
-            options = {"metrics": {"loss": 1 / (step + 1)}, "metadata": {"step": step}, "tags": ["start"][step:]}
+            options: dict[str, Any] = {
+                "metrics": {"loss": 1 / (step + 1)},
+                "metadata": {"step": step},
+                "tags": ["start"][step:],
+            }
             repo.save(few_changes(step), run="paged", step=step, **options)
         fence_a_save(repo, "paged", 6)
         repo.forget_snapshots(["paged@1"])

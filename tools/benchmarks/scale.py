@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks import history
 from benchmarks.page import ROOT, Row, publish, row
 from snapstore import KeepBytes, KeepLast, Repository, SaveOptions, SnapshotManager
 from snapstore.format import records
@@ -310,12 +311,17 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only a report of many snapshots; docs/ stays as it is")
     parser.add_argument("--saves", action="store_true", help="only saves beside many records; docs/ stays as it is")
     parser.add_argument("--policy", type=int, metavar="N", help="only the first policy on N snapshots; no docs/")
+    parser.add_argument(
+        "--history", action="store_true", help="only long histories; writes docs/benchmarks/history.json"
+    )
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=ROOT))
     began = time.time()
     os.environ["SNAPSTORE_CACHE_DIR"] = str(folder / "cache")  # a cold one, and none of the user's
     try:
-        if args.policy:
+        if args.history:
+            rows = history.figures(folder, history.QUICK if args.quick else history.Sizes())
+        elif args.policy:
             rows = first_policy(folder, args.policy)
         elif args.saves:
             counts = (100, 1000, 5000)
@@ -328,4 +334,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     is_part = args.quick or args.saves or args.report or bool(args.policy)
-    publish("scale", rows, began, ("numpy", "lmdb", "msgspec"), quick=is_part)
+    if args.history:
+        publish("history", rows, began, ("numpy", "lmdb", "msgspec", "boto3"), quick=args.quick)
+    else:
+        publish("scale", rows, began, ("numpy", "lmdb", "msgspec"), quick=is_part)

@@ -105,7 +105,7 @@ def test_it_has_every_kind(golden):
         graves = {int(row["step"]): STATES[row["state"]] for row in page.graves}
         of_page.append((states, graves, {type(past.parent) for past in pasts}))
         (volume,) = (v for v in store.list("volumes/paged/") if f"/{number:09}-{number:09}." in v.key)
-        assert read_volume(store.get(volume.key), volume.key) == [page.data]
+        assert [*read_volume(store.get(volume.key), volume.key)] == [page.data]
     assert of_page[0][0] == {0: COMMITTED, 2: FORGOTTEN, 3: COMMITTED, 4: COMMITTED, 7: ABORTED}
     assert of_page[0][1:] == ({1: SWEPT, 6: ABORTED}, {int, type(None)})
     assert of_page[1][0] == {2: COMMITTED, 4: FORGOTTEN, 5: COMMITTED, 8: COMMITTED, 10: COMMITTED}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 from .. import retention
 from ..checks import check_ref
@@ -82,6 +82,7 @@ class View:
         known_by = {parsed[2] for parsed in map(parse_record_key, (*damaged, *wrong, *self.unread)) if parsed}
         self._loose = self._by_id.keys() | known_by  # the ids about which pages are not asked
         self.damaged = {**damaged, **wrong, **self._damaged_in_pages()}
+        self._grouped: dict[str, list[Snapshot]] = {}
         self._known = dict(known)  # id -> another revision, where a damaged or unread record has one
         self.missing = self._missing(vanished) if vanished else []
         self._known |= {snapshot.id: snapshot for snapshot in self.missing}
@@ -103,7 +104,7 @@ class View:
         view = copy.copy(self)
         view._by_id = {**self._by_id, **{snapshot.id: snapshot for snapshot in made}}
         view._loose = self._loose | view._by_id.keys()
-        view._by_run, view._tagged = {}, {}
+        view._by_run, view._tagged, view._grouped = {}, {}, {}
         return view
 
     def _damaged_in_pages(self) -> dict[str, str]:
@@ -247,7 +248,7 @@ class View:
     def last(self, run: str, count: int) -> list[Snapshot]:
         """Return the last committed snapshots of a run, as `snapshots` sorts them; no others are decoded."""
         self._require_listed(run)
-        found = [s for s in self._by_id.values() if s.run == run and s.state == COMMITTED]
+        found = [s for s in self._loose_of(run) if s.state == COMMITTED]
         one = self._joined.get(run)
         if one is not None and one.seqs and sum(s.seq > one.seqs[-1] for s in found) < count:
             found += one.last(count, self._loose)
@@ -258,8 +259,17 @@ class View:
         if run is not None and states == (COMMITTED,):
             return self._committed(run)
         self._require_listed(run)
-        loose = (s for s in self._by_id.values() if run in (None, s.run) and (states is None or s.state in states))
+        loose = (s for s in self._loose_of(run) if states is None or s.state in states)
         return sorted((*loose, *self._of_pages(run, states)), key=lambda s: (s.run, s.seq, s.id))
+
+    def _loose_of(self, run: str | None) -> Collection[Snapshot]:
+        """Return the snapshots of a run (None: of all) whose records are loose."""
+        if run is None:
+            return self._by_id.values()
+        if not self._grouped:
+            for snapshot in self._by_id.values():
+                self._grouped.setdefault(snapshot.run, []).append(snapshot)
+        return self._grouped.get(run, [])
 
     def _of_pages(self, run: str | None, states: tuple[str, ...] | None, flags: int = 0) -> Iterator[Snapshot]:
         """Yield the records of a run (None: of all) that pages have, see `Joined.records`."""
@@ -271,7 +281,7 @@ class View:
         """Return the committed snapshots of a run, oldest first; the list is sorted once."""
         self._require_listed(run)
         if run not in self._by_run:
-            loose = (s for s in self._by_id.values() if s.run == run and s.state == COMMITTED)
+            loose = (s for s in self._loose_of(run) if s.state == COMMITTED)
             of_pages = self._of_pages(run, (COMMITTED,))
             self._by_run[run] = sorted((*loose, *of_pages), key=lambda s: (s.seq, s.id))
         return self._by_run[run]
@@ -279,7 +289,7 @@ class View:
     def has(self, run: str, states: tuple[str, ...] | None = (COMMITTED,)) -> bool:
         """Return whether there is a snapshot of a run in some states (None: in any)."""
         self._require_listed(run)
-        if any(s.run == run and (states is None or s.state in states) for s in self._by_id.values()):
+        if any(states is None or s.state in states for s in self._loose_of(run)):
             return True
         return run in self._joined and self._joined[run].has(states, self._loose)
 
@@ -313,7 +323,7 @@ class View:
         if run not in self._tagged:
             found: dict[str, list[Snapshot]] = {}
             self._require_listed(run)
-            loose = (s for s in self._by_id.values() if s.run == run and s.state == COMMITTED)
+            loose = (s for s in self._loose_of(run) if s.state == COMMITTED)
             of_pages = self._of_pages(run, (COMMITTED,), TAGGED)
             for snapshot in sorted((*loose, *of_pages), key=lambda s: (s.seq, s.id)):
                 for name in snapshot.tags:
@@ -388,7 +398,7 @@ class View:
             InvalidInputError: (forged) records have used the highest numbers, so none can follow.
         """
         names = {name for _, name, _ in self._unknown(run)}
-        of_run = [s for s in self._by_id.values() if s.run == run]
+        of_run = self._loose_of(run)
         seqs = {s.id: s.seq for s in of_run} | {name: self._known[name].seq for name in names & self._known.keys()}
         of_pages = self._joined[run].seqs if run in self._joined else ()
         highest = records.highest_seq((*seqs.values(), *of_pages))
@@ -417,8 +427,8 @@ class View:
         self._require_listed(run)
         found = set[str]()
         loose: dict[str, list[Snapshot]] = {}
-        for s in self._by_id.values():
-            if s.state == COMMITTED and run in (None, s.run):
+        for s in self._loose_of(run):
+            if s.state == COMMITTED:
                 loose.setdefault(s.run, []).append(s)
         for name in loose.keys() | self._joined.keys():
             if run in (None, name):
@@ -486,7 +496,7 @@ class View:
 
     def _of_step(self, run: str, step: int, states: tuple[str, ...]) -> list[Snapshot]:
         """Return the snapshots of a step in some states."""
-        loose = [s for s in self._by_id.values() if s.run == run and s.step == step and s.state in states]
+        loose = [s for s in self._loose_of(run) if s.step == step and s.state in states]
         one = self._joined.get(run)
         return loose if one is None or step > records.MAX_STEP else loose + one.at_step(step, states, self._loose)
 

@@ -27,6 +27,7 @@ ROW_STATES = (*STATES, COMMITTED, FORGOTTEN)
 WHOLE, TAGGED, UNKNOWN = 1, 2, 4
 #: Rows lie in segments, each in order of the ids. A new page changes some of them, so no large array is ever copied.
 SEGMENT_ROWS = 65_536
+_BEGIN_BITS = 20
 #: Rows that are looked at at once for the last ones that are not hidden.
 AT_ONCE = 64
 
@@ -424,11 +425,14 @@ def void_records(keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
 def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict[str, str]:
     """Return the records that repeat the id of a joined snapshot under another name: key -> why it is left out."""
     names = {parsed[2]: key for key in keys if (parsed := parse_record_key(key))} if joined else {}
+    begins = np.zeros(1 << _BEGIN_BITS, bool)  # with which bits an id begins: few of the others do
+    begins[halves(names)[0] >> np.uint64(64 - _BEGIN_BITS)] = True
     found: dict[str, str] = {}
     for one in joined.values():
-        for name, revision in zip(names, one.revisions_of(names), strict=True):
-            other = one.key_of(name) if revision >= 0 else None
-            if other is not None and name_of_record(other) != name_of_record(names[name]):
-                why = f"repeats the id of {other}, which is in a page: it is forged; remove it"
-                found[names[name]] = f"{names[name]}: {why}"
+        for rows in one.segments:
+            for name in rows.take(begins[rows.hi >> np.uint64(64 - _BEGIN_BITS)]).ids():
+                other = one.key_of(name) if name in names else None
+                if other is not None and name_of_record(other) != name_of_record(names[name]):
+                    why = f"repeats the id of {other}, which is in a page: it is forged; remove it"
+                    found[names[name]] = f"{names[name]}: {why}"
     return found

@@ -32,7 +32,7 @@ from ..format.keys import (
 )
 from ..format.pages import MAX_LIVE_BYTES, MAX_VOLUME_BYTES, RecordPage, read_page, read_volume
 from ..format.records import Snapshot
-from ..storage.base import ObjectInfo, ObjectStore
+from ..storage.base import ObjectInfo, ObjectStore, Skipping
 from ..text import log, strip_hint
 from ..threads import Threads
 from .joined import Joined, rows_of
@@ -292,7 +292,8 @@ class PageReader:
         for name in self._runs if run is None else ():
             found[name] = _ListedPages(self._runs[name].start)
         settled = {} if whole else self._settled
-        for info in chain.from_iterable(self._store.list(prefix, settled.keys().__and__) for prefix in prefixes):
+        known_ones = Skipping(settled.keys().__and__, str if whole else self._last_settled)
+        for info in chain.from_iterable(self._store.list(prefix, known_ones) for prefix in prefixes):
             known = settled.get(info.key)
             parsed = known or parse_page_key(info.key)
             if parsed is not None:
@@ -301,6 +302,12 @@ class PageReader:
                 if known is None:
                     listing.infos[parsed[1]] = info
         return found
+
+    def _last_settled(self, key: str) -> str:
+        """Return the last page of the full folders of a run whose pages were all listed, given one of them."""
+        run, number = parse_page_key(key) or ("", 0)
+        of = self._runs.get(run)
+        return page_key(run, of.start - 1) if of is not None and number < of.start else key
 
     def _settle(self, run: str) -> None:
         """Note which pages of a run later listings need not describe: all but the last ones, once they were listed.

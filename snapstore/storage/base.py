@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -62,6 +63,24 @@ class ObjectInfo(msgspec.Struct, frozen=True, gc=False):
 
 #: Given keys of one folder, returns those of which a listing may give the key alone.
 KeyOnly = Callable[[Sequence[str]], Container[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Skipping:
+    """A `KeyOnly` that also says which objects the caller does not need at all; a store may list them all the same.
+
+    Attributes:
+        skips: given a key, returns the last key of those from this one on that are not needed; else the key itself.
+    """
+
+    chooses: KeyOnly
+    skips: Callable[[str], str]
+
+    def __call__(self, keys: Sequence[str]) -> Container[str]:
+        """Return of which of these keys the caller needs no more than the key."""
+        return self.chooses(keys)
+
+
 GetRanges = Callable[[str, Sequence[int], Sequence[memoryview]], None]
 
 

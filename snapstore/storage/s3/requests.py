@@ -123,13 +123,16 @@ class Requests:
                 raise
         return credentials_of(self.client) is not used
 
-    def listed(self, prefix: str) -> Iterator[ObjectInfo]:
+    def listed(self, prefix: str, skips: Callable[[str], str] | None = None) -> Iterator[ObjectInfo]:
         """Yield every object whose name starts with `prefix`; its key is its name below our prefix.
+
+        Args:
+            skips: see `Skipping`.
 
         Raises:
             StorageError: A page fails, or contradicts itself or an earlier one.
         """
-        listing, token = Listing(), ""
+        listing, token, last, after = Listing(), "", "", ""
         while True:
 
             def page(**request: Any) -> tuple[Iterator[ObjectInfo], str]:
@@ -137,11 +140,15 @@ class Requests:
                 return listing.add(page), page.token or ""
 
             options = {"Prefix": self.prefix + prefix} | ({"ContinuationToken": token} if token else {})
+            if after > last:  # the next page would show what is not needed
+                options = {"Prefix": self.prefix + prefix, "StartAfter": self.prefix + after}
             objects, token = self.ask(prefix or "/", "list", page, **options)
             for info in objects:
-                yield replace(info, key=info.key.removeprefix(self.prefix))
+                last = info.key.removeprefix(self.prefix)
+                yield replace(info, key=last)
             if not token:
                 return
+            after = skips(last) if skips is not None else ""
 
     def server_date(self) -> str:
         """Return the Date header of the answer to the cheapest listing."""

@@ -42,6 +42,7 @@ from ..base import (
     KeyOnly,
     ObjectInfo,
     ObjectStore,
+    Skipping,
     already_exists,
     byte_view,
     check_key,
@@ -267,7 +268,8 @@ class S3Store(S3Reader, ObjectStore):
     def list(self, prefix: str, key_only: KeyOnly | None = None) -> Iterator[ObjectInfo]:
         """Yield every object under `prefix`, in pages of 1,000; skip names that are not keys, which are not ours."""
         check_prefix(prefix)
-        return (info for info in self._requests.listed(prefix) if is_key(info.key))
+        skips = key_only.skips if isinstance(key_only, Skipping) else None
+        return (info for info in self._requests.listed(prefix, skips) if is_key(info.key))
 
     def now_s(self) -> float:
         """Return the server's time, by the Date header of an answer, in whole seconds [s since the epoch]."""

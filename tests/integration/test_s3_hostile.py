@@ -22,6 +22,8 @@ from kit.repositories import opened, same, values
 from kit.samples import SEED, THOROUGH
 from snapstore import Repository, SaveOptions, Snapshot
 from snapstore.errors import AlreadyExistsError, NotFoundError, SnapstoreError, StorageError
+from snapstore.format.keys import page_key
+from snapstore.storage.base import Skipping
 from snapstore.storage.s3.store import S3Store
 
 SMALL, LARGE = os.urandom(700), os.urandom(100_000)
@@ -272,6 +274,28 @@ def saved_by_ranks(case: Case, lie: Lie, after: int, once: bool, stored: bool) -
 
 
 @pytest.mark.slow
+def test_a_listing_leaves_out_what_is_not_needed(server, store):
+    """Whatever lies between: each key that is needed comes once, and a long row of others costs no page each."""
+    case, random_ = Case(server, store), random.Random(SEED)
+    row = [page_key("a", number) for number in range(40)]
+    asked = []
+    for _ in range(25):
+        others = random_.sample([*KEYS, "pages/a/0000000/99", "pages/Z/0000000/00", "pages/b/0000000/00", "pages/a"], 5)
+        for key in (*row, *others):
+            case.objects[f"p/{key}"] = SMALL
+        first, last = sorted(random_.sample(row, 2))
+        skipping = Skipping(lambda keys: keys, lambda key, a=first, b=last: max(key, b) if a <= key else key)
+        for prefix in ("", "pages/", "pages/a/"):
+            server.seen.clear()
+            found = [info.key for info in case.store.list(prefix, skipping)]
+            asked.append(len(server.seen))
+            whole = [info.key for info in case.store.list(prefix)]
+            assert {key for key in whole if not first <= key <= last} <= set(found)
+            assert len(found) == len(set(found))
+            assert set(found) <= set(whole)
+    assert min(asked) < 8 < max(asked), "pages of three keys"
+
+
 def test_wrong_answers_to_a_save_by_ranks(server, store):
     """No lie makes a rank report a commit that the record does not show, or loses a committed snapshot."""
     ways = [(True, False), (True, True), (False, False)]  # told once or always; done or not

@@ -43,6 +43,7 @@ from kit.ranks import save_shared
 from kit.repositories import same, version_of
 from snapstore import KeepBest, KeepEvery, KeepLast, Repository, Snapshot, SnapshotManager
 from snapstore.errors import SnapstoreError
+from snapstore.protocol import joining
 from snapstore.storage.s3.store import S3Store
 
 #: Runs whose snapshots nobody forgets, and runs whose snapshots anybody may forget.
@@ -54,6 +55,8 @@ FLAT = "flat/"
 OPTIONS = hosts.OPTIONS
 #: Exit code of a child that an unexpected exception has ended.
 WRONG = 97
+
+joining.AT_LEAST = 3  # so that they join all the time
 
 
 def expected(run: str, version: int) -> Any:

@@ -232,7 +232,8 @@ class HostileS3(SocketServer):
         here = {
             name.removeprefix(f"{bucket}/"): at for name, at in self.objects.items() if name.startswith(f"{bucket}/")
         }
-        names = sorted(name for name in here if name.startswith(prefix) and name > unquote(after))
+        begin = max(unquote(after), query.get("start-after", ""))
+        names = sorted(name for name in here if name.startswith(prefix) and name > begin)
         count = min(PAGE, int(query.get("max-keys", PAGE)))
         return answer(200, page_of({name: here[name] for name in names[:count]}, prefix, token=after,
                                    following=quote(names[count - 1]) if len(names) > count else ""))  # fmt: skip

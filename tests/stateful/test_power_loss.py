@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,6 +23,7 @@ from kit.tally import tally
 from snapstore import KeepLast, Repository, Snapshot
 from snapstore.catalog.lmdb_file import Environment
 from snapstore.format.blobs import pack
+from snapstore.protocol import joining
 from snapstore.storage.base import is_key
 from snapstore.storage.local import LocalStore
 from snapstore.storage.memory import MemoryStore
@@ -54,10 +56,14 @@ class History:
 
 
 def standing(repository: Repository) -> Standing:
-    """Return each snapshot's state, tags and lasting fields, and each run's policies."""
+    """Return each snapshot's state, tags and lasting fields, and each run's policies.
+
+    Of a swept one pages keep less: where it was, and when.
+    """
     found = repository.view().snapshots(states=("committed", "forgotten", "swept"))
     of_runs = {f"policies of {run}": repository.policies(run) for run in sorted({s.run for s in found})}
-    return {s.id: (s.state, s.tags, lasting(s)) for s in found} | of_runs
+    swept = {s.id: (s.state, s.run, s.step, s.seq, s.parent, s.created, s.reason) for s in found if s.state == "swept"}
+    return {s.id: (s.state, s.tags, lasting(s)) for s in found} | swept | of_runs
 
 
 def _verbs(do, verb):
@@ -73,6 +79,18 @@ def _verbs(do, verb):
     do("forget more", verb(lambda r: r.forget_snapshots(["a@2", "b@0"], force=True)))
     do("second gc", verb(lambda r: r.gc()))
     do("last save", verb(lambda r: save(r, "b", 1, 51)))
+
+
+def _joining(do, verb):
+    """Joins beside all of `_verbs`: each gc joins too, and each join ends with a volume and deletions."""
+    joins = itertools.count()
+
+    def also(name, play):
+        do(name, play)
+        if name != "create":
+            do(f"join {next(joins)}", verb(lambda r: [joining.join(r.context, run, at_least=1) for run in "ab"]))
+
+    _verbs(also, verb)
 
 
 def _twin(repository):
@@ -132,7 +150,7 @@ def _damage(repository):
 #: These need a repair, whatever the power loss has done.
 DAMAGED = {"damage", "repair", "purge", "last gc"}
 PAGE_BYTES = 4096
-HISTORIES = {"verbs": _verbs, "rewriting": _rewriting, "ranks": _ranks}
+HISTORIES = {"verbs": _verbs, "joining": _joining, "rewriting": _rewriting, "ranks": _ranks}
 
 
 @cache
@@ -142,6 +160,7 @@ def history(which: str) -> History:
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         one_thread(patch)
         foreign.readable(patch)
+        patch.setattr(joining, "AT_LEAST", 2)
         real = Environment._seal
 
         def seal(environment: Environment) -> None:

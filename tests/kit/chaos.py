@@ -606,7 +606,7 @@ def lost(entries: list[Entry], states: dict[str, Any]) -> list[str]:
         about = f"{plain} id:{name}, committed at {entry.end['at']:.3f}"
         if snapshot is None:
             wrong.append(f"lost: {about}: no record")
-        elif version_of(snapshot) != (run, version):
+        elif snapshot.run != plain or (snapshot.write_id and version_of(snapshot) != (run, version)):
             wrong.append(f"{about}: is another snapshot: {snapshot.metadata}")
         elif snapshot.state not in ("committed", "forgotten", "swept"):
             wrong.append(f"lost: {about}: is {snapshot.state}")

@@ -56,8 +56,6 @@ OPTIONS = hosts.OPTIONS
 #: Exit code of a child that an unexpected exception has ended.
 WRONG = 97
 
-joining.AT_LEAST = 3  # so that they join all the time
-
 
 def expected(run: str, version: int) -> Any:
     """Return the state of a version; what the shell saves is flat."""
@@ -436,6 +434,7 @@ def _die_with_parent(parent: int) -> None:
 def _child(request: dict[str, Any]) -> None:
     """Be a worker, or one verb of the shell; the caller ends the process."""
     os.environ.update(request["environment"])
+    joining.AT_LEAST = 3  # so that they join all the time
     off_s, real = request.get("clock_off_s", 0.0), time.time
     if off_s:
         time.time = lambda: real() + off_s

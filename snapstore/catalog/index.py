@@ -185,7 +185,7 @@ class Index:
             vanished = [copied(self._records[key].snapshot) for key in sorted(gone)]
             self._listed.add(run)
             repeated = repeated_ids(self._store, ruling) | repeated_by_pages(ruling, joined)
-            left_out = repeated.keys() | void_records(ruling, joined)
+            left_out = repeated.keys() | self._records.set_void(prefix, void_records(ruling, joined))
             ruling = {key: info for key, info in ruling.items() if key not in left_out}
             infos = {key: info for key, info in ruling.items() if info is not None}
             known = {
@@ -207,13 +207,16 @@ class Index:
         """Drop the records of a run that pages cover, as far as they were read: they were deleted."""
         with self._lock:
             self._drop_joined([*self._records.under(records_prefix(run))], self.pages.known(run))
+            self._records.set_void(records_prefix(run), set())
 
-    def loose(self, run: str) -> int:
-        """Return how many snapshots of a run this process knows whose records are loose; 0: none can be joined."""
+    def loose(self, run: str, *, void_too: bool = False) -> int:
+        """Return how many snapshots of a run this process knows whose records are loose; 0: none can be joined.
+
+        Args:
+            void_too: count those as well whose loose records are in a page already, and could not be deleted.
+        """
         with self._lock:
-            return self.pages.exist and len(
-                {record.snapshot.id for record in self._records.under(records_prefix(run)).values()}
-            )
+            return self.pages.exist and self._records.count(run, void_too=void_too)
 
     def _drop_joined(self, keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
         """Drop the records among these that pages cover, and return their keys."""

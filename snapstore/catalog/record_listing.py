@@ -225,6 +225,7 @@ class KnownRecords(dict[str, KnownRecord]):
     def __init__(self) -> None:
         super().__init__()
         self._runs: dict[str, dict[str, KnownRecord]] = {}  # the same records, by the prefix of their run
+        self._void: set[str] = set()  # keys of loose records that pages cover
 
     def __setitem__(self, key: str, record: KnownRecord) -> None:
         super().__setitem__(key, record)
@@ -240,9 +241,15 @@ class KnownRecords(dict[str, KnownRecord]):
         """Return all records by key, or those of a run, by `records_prefix`."""
         return self._runs.get(prefix, {}) if prefix != records_prefix() else self
 
-    def count(self, run: str) -> int:
-        """Return how many snapshots of a run are known."""
-        return len({record.snapshot.id for record in self.under(records_prefix(run)).values()})
+    def set_void(self, prefix: str, void: set[str]) -> set[str]:
+        """Note the keys of all loose records under a prefix that pages cover, as they were listed; return them."""
+        self._void = {key for key in self._void if not key.startswith(prefix)} | void
+        return void
+
+    def count(self, run: str, *, void_too: bool = False) -> int:
+        """Return how many snapshots of a run are known; if `void_too`, add loose records that pages cover."""
+        known = len({record.snapshot.id for record in self.under(records_prefix(run)).values()})
+        return known + void_too * sum(key.startswith(records_prefix(run)) for key in self._void)
 
     def ruling(self, run: str) -> list[Snapshot]:
         """Return the highest known revision of each snapshot of a run."""

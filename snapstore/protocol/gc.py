@@ -197,11 +197,11 @@ class _Gc:
         """Join the loose records of all runs; what fails costs only time."""
         index = self.context.index
         for run in index.refresh().runs(states=None) if index.pages.exist else ():
-            if index.loose(run) > joining.AT_LEAST and self._may_go_on():
+            if index.loose(run, void_too=True) > joining.AT_LEAST and self._may_go_on():
                 try:
                     joining.join(self.context, run, stops=self.stops)
                 except SnapstoreError as error:
-                    log.warning("run=%s records stay loose: %s", run, error)
+                    log.warning("run=%s %s: %s", run, joining.STAY_LOOSE, error)
 
     def _still_running(self, sessions: Iterable[str]) -> list[str]:
         """Fence the dead ones of some sessions; return the ids of the sessions that still run."""

@@ -12,7 +12,7 @@ damaged page. A join never matters to a caller: it only makes later listings sho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -27,12 +27,15 @@ from ..format.keys import page_key, parse_page_key, parse_record_key, parse_volu
 from ..format.pages import MAX_LIVE_BYTES, make_page, make_volume, read_page
 from ..format.records import MAX_OBJECT_BYTES, Session, Snapshot
 from ..storage.base import ObjectInfo
+from ..text import log
 from .liveness import PREFIX, listed_sessions
 
 #: A page is made once so many snapshots can be joined; it takes at most MOST of them.
 AT_LEAST, MOST = 64, 256
 #: A larger record stays loose [bytes]: a page of MOST such records still has room for their names.
 LARGEST_BYTES = MAX_LIVE_BYTES // MOST - 1024
+#: The message of a join that has failed.
+STAY_LOOSE = "records stay loose, until a later save or gc joins them"
 #: Each volume covers as many pages, or this many times as many, as one before it.
 GROWTH = 8
 
@@ -77,7 +80,13 @@ def _join_once(context: Context, run: str, at_least: int, result: JoinResult) ->
     view = index.refresh(run)
     index.pages.require_whole(run)
     infos = {i.key: i for i in store.list(records_prefix(run)) if parse_record_key(i.key) is not None}
-    busy = _announced(context)  # after the records
+    sessions = listed_sessions(store)  # after the records
+    if len({_id(key) for key in infos}.difference(sessions)) < at_least:  # do not read thousands of sessions in vain
+        if len(sessions) >= at_least:
+            why = f"{len(sessions)} sessions announce snapshots; gc ends those of dead saves"
+            log.info("run=%s records stay loose: %s", run, why)
+        return False
+    busy = _announced(context, sessions)
     joined = index.pages.look(run, volumes_too=True)
     assert joined is not None
     index.pages.require_whole(run)
@@ -100,15 +109,14 @@ def _join_once(context: Context, run: str, at_least: int, result: JoinResult) ->
     return is_put and is_more
 
 
-def _announced(context: Context) -> set[str]:
-    """Return the ids of the snapshots whose records sessions announce.
+def _announced(context: Context, sessions: Collection[str]) -> set[str]:
+    """Return the ids of the snapshots whose records these sessions announce.
 
     Raises:
         StorageError, IntegrityError, FormatError: a session cannot be read, so it is not known what it announces.
     """
-    found: set[str] = set()
-    for name in listed_sessions(context.store):
-        found.add(name)
+    found = set(sessions)
+    for name in sessions:
         with suppress(NotFoundError):  # it has ended
             if parsed := parse_record_key(read_small(context.store, Session, f"{PREFIX}{name}").key):
                 found.add(parsed[2])

@@ -111,7 +111,7 @@ class Upkeep:
                 joining.join(self._context, self._run, stops=self._stops)
             self._join_at = joining.AT_LEAST + self._context.index.loose(self._run)
         except SnapstoreError as error:
-            log.warning("run=%s records stay loose: %s", self._run, error)
+            log.warning("run=%s %s: %s", self._run, joining.STAY_LOOSE, error)
 
     def _is_likely(self, going: Sequence[Snapshot], held: Container[str]) -> bool:
         """Return whether something of `going` is likely to be forgotten."""

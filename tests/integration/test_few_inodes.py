@@ -11,8 +11,6 @@ import pytest
 
 from kit.samples import THOROUGH
 from snapstore import KeepLast, Repository, SnapshotManager, StorageFullError
-from snapstore.catalog import config
-from snapstore.format.records import PAGES
 from snapstore.protocol import joining
 
 #: Inodes of the volume, and saves. Without pages 400 inodes last for about 125 saves, and 1,000 for about 325.
@@ -20,9 +18,8 @@ INODES, SAVES = (1000, 2000) if THOROUGH else (400, 500)
 
 
 @pytest.fixture
-def volume(tmp_path, monkeypatch):
+def volume(tmp_path):
     """A tmpfs of few inodes; skips where mounting is not allowed."""
-    monkeypatch.setattr(config, "NEW_FEATURES", [PAGES])
     point = tmp_path / "volume"
     point.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size=64m,nr_inodes={INODES}", "tmpfs", str(point)]

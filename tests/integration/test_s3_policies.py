@@ -42,8 +42,10 @@ from snapstore import (
 )
 from snapstore.errors import AlreadyExistsError
 from snapstore.format import records
-from snapstore.format.keys import manifest_key, pack_key
+from snapstore.format.keys import manifest_key, pack_key, page_key
+from snapstore.format.pages import make_page
 from snapstore.format.records import MAX_REVISION, Mark, Quarantine, RunPolicies, Session, Wait
+from snapstore.protocol import joining
 from snapstore.save import pipeline
 from snapstore.storage.memory import MemoryStore
 from snapstore.storage.s3.store import S3Store
@@ -308,6 +310,39 @@ def test_burying(scene, rights, how):
         assert same(repository.restore("theirs@0"), values("theirs", 0))
         repository.gc()
         assert len(check_restores(repository)) == 3
+
+
+@needs_server
+def test_pages(scene, rights):
+    """A page rules over the loose records of its snapshots."""
+    forged = [(s.revised(state="forgotten"), b"") for s in scene.repository.snapshots("theirs")]
+    data = make_page("theirs", 0, [(s, records.encode(s)) for s, _ in forged])
+    if rights == "one run":
+        refused(lambda: scene.writer.put(page_key("theirs", 0), data))
+        refused(lambda: scene.writer.put(page_key("mine", 0), data))
+        return
+    scene.writer.put(page_key("theirs", 0), data)
+    with scene.reader() as repository:
+        assert repository.snapshots("theirs") == []
+        assert repository.gc().deleted_objects > 0
+
+
+@needs_server
+def test_a_writer_that_may_not_join(scene, rights, monkeypatch, caplog):
+    """It saves as before. The next gc of the owner joins its records."""
+    monkeypatch.setattr(joining, "AT_LEAST", 4)
+    with SnapshotManager(scene.writer, run="mine", async_save=False) as snapshots:
+        for step in range(6):
+            snapshots.save(step, values("mine", step), metadata=["mine", step])
+    lines = [r.getMessage() for r in caplog.records if joining.STAY_LOOSE in r.getMessage()]
+    assert len(lines) == 1
+    assert "no permission" in lines[0]
+    assert len(keys_of(scene.owner, "snapshots/mine/")) == 6
+    assert keys_of(scene.owner, "pages/") == ([page_key("mine", 0)] if rights == "every key" else [])
+    scene.repository.gc(fence_after_s=0)
+    assert len(keys_of(scene.owner, "snapshots/mine/")) <= 2
+    with scene.reader() as repository:
+        assert [s.step for s in check_restores(repository) if s.run == "mine"] == [*range(6)]
 
 
 @needs_server
@@ -617,6 +652,7 @@ def test_the_documents_and_the_calls(moto, calls, monkeypatch):
     with Repository.create(moto, chunk_bytes=1024, options=OPTIONS) as repository:
         for step in range(3):
             save(repository, "a", step, step)
+        assert joining.join(repository.context, "a", at_least=1).deleted == 2
         repository.store.lock("sessions/x", b"x")
         repository.store.touch("sessions/x")
         repository.store.release("sessions/x")
@@ -662,6 +698,8 @@ def named(policy):
         ("s3:PutObject", f"snapshots/mine/{0:012d}-{'a' * 32}.10", False),
         ("s3:PutObject", f"snapshots/theirs/{0:012d}-{'a' * 32}.0", False),
         ("s3:PutObject", f"snapshots/mine2/{0:012d}-{'a' * 32}.0", False),
+        ("s3:PutObject", "pages/mine/000000/000", False),
+        ("s3:PutObject", f"volumes/mine/000000000-000000000.{'a' * 32}", False),
         ("s3:PutObject", "policies/mine.0", False),
         ("s3:PutObject", f"gc/{'a' * 32}.mark", False),
         ("s3:PutObject", f"packs/aa/{'a' * 64}", True),

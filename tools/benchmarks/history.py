@@ -28,6 +28,7 @@ from uuid import uuid4
 import numpy as np
 from botocore.httpsession import URLLib3Session
 
+from benchmarks import page
 from benchmarks.history_write import EACH_PAGE, RunHistory, fresh_cache, upload, write_histories
 from benchmarks.page import ROOT, Row, row
 from snapstore import KeepLast, Repository, SaveOptions, SnapshotManager
@@ -38,8 +39,10 @@ from snapstore.storage.s3.store import S3Store
 
 MiB = 1024 * 1024
 RUN, KEEP = "mine", 3
-#: Loose snapshots of a measured run, and saves that are measured after others: together too few for a join.
-LOOSE, WARM, MEASURED = 50, 3, 10
+#: Saves of a measured run since its last join: fifty of its snapshots are loose then, three of them joined as kept.
+LOOSE = 47
+#: Saves that are measured, and saves before them: too few for a join.
+WARM, MEASURED = 3, 10
 #: Snapshots ever made -> the most requests of a save with a policy, in one run; and beside the other runs.
 MOST_REQUESTS, MOST_BESIDE = {100_000: 55, 1_000_000: 70}, 160
 
@@ -243,8 +246,7 @@ def after_saves(folder: Path, url: str, made: int, runs: int) -> list[Row]:
     asked_s = time.monotonic() - began - wrote_s
     rows += saves_of(folder, place, after, runs)
     shutil.rmtree(place)
-    took_s = time.monotonic() - began
-    print(f"  {after}: {took_s:.0f} s; to write {wrote_s:.0f} s, requests {asked_s:.0f} s", flush=True)
+    print(f"  {after}: to write took {wrote_s:.0f} s, requests {asked_s:.0f} s", flush=True)
     return rows
 
 
@@ -326,28 +328,31 @@ def memory(folder: Path, swept: int, kept: int) -> list[Row]:
     return rows
 
 
-def figures(folder: Path, sizes: Sizes) -> list[Row]:
-    """Return all rows."""
+def figures(folder: Path, sizes: Sizes, only: Sequence[str] = ()) -> list[Row]:
+    """Return all rows, or those of some parts: saves, policy, real, kept, memory. Each part is printed when it ends."""
     from benchmarks.scale import first_policy
 
     if "SNAPSTORE_TEST_S3" not in os.environ:
         sys.exit('bench: scale --history needs an S3 server: run tools/bench, or eval "$(tools/s3-server start)"')
     url = f"{os.environ['SNAPSTORE_TEST_S3']}/history-{uuid4().hex[:8]}"
-    parts: dict[str, Callable[[Path], list[Row]]] = {}
-    for made in sizes.made:
-        for runs in (1, sizes.runs):
-            if made >= 10 * runs:
-                parts[f"{made:,} in {runs} runs"] = partial(after_saves, url=url, made=made, runs=runs)
-    parts["first policy"] = partial(first_policy, count=sizes.policy)
-    parts["real saves"] = partial(real_saves, count=sizes.real)
-    parts["kept"] = partial(kept_all, count=sizes.kept)
-    parts["memory"] = partial(memory, swept=sizes.swept, kept=sizes.beside)
+    both = [(made, runs) for made in sizes.made for runs in (1, sizes.runs) if made >= 10 * runs]
+    parts: list[tuple[str, Callable[[Path], list[Row]]]] = [
+        *(("saves", partial(after_saves, url=url, made=made, runs=runs)) for made, runs in both),
+        ("policy", partial(first_policy, count=sizes.policy)),
+        ("real", partial(real_saves, count=sizes.real)),
+        ("kept", partial(kept_all, count=sizes.kept)),
+        ("memory", partial(memory, swept=sizes.swept, kept=sizes.beside)),
+    ]
+    if unknown := set(only) - {name for name, _ in parts}:
+        sys.exit(f"bench: --only: no part {', '.join(sorted(unknown))}; see tools/bench scale --help")
     rows: list[Row] = []
-    for number, (name, part) in enumerate(parts.items()):
-        below = folder / str(number)
+    for number, (name, part) in enumerate(parts):
+        if only and name not in only:
+            continue
+        below, began = folder / str(number), time.monotonic()
         below.mkdir()
-        began = time.monotonic()
-        rows += part(below)
+        of_part = part(below)
         shutil.rmtree(below)
-        print(f"  {name}: {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{page.figures(of_part)}{name}: {time.monotonic() - began:.0f} s", flush=True)
+        rows += of_part
     return rows

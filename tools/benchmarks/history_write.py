@@ -31,14 +31,14 @@ from snapstore.storage.local import LocalStore
 EACH_PAGE = 63
 #: Each volume covers as many pages, or this many times as many, as one before it.
 GROWTH = 8
-#: Of the snapshots that a policy has swept.
+#: Policy and reason of a swept snapshot.
 POLICY, REASON = "KeepLast(3)", "kept by no policy"
 UPLOADS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What a run has made.
+    """The snapshots of a run.
 
     Attributes:
         made: how many snapshots, those of `after` included.

@@ -314,13 +314,15 @@ def main() -> None:
     parser.add_argument(
         "--history", action="store_true", help="only long histories; writes docs/benchmarks/history.json"
     )
+    parser.add_argument("--only", metavar="PARTS", help="with --history: saves,policy,real,kept,memory; no docs/")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=ROOT))
     began = time.time()
     os.environ["SNAPSTORE_CACHE_DIR"] = str(folder / "cache")  # a cold one, and none of the user's
     try:
         if args.history:
-            rows = history.figures(folder, history.QUICK if args.quick else history.Sizes())
+            only = args.only.split(",") if args.only else ()
+            rows = history.figures(folder, history.QUICK if args.quick else history.Sizes(), only)
         elif args.policy:
             rows = first_policy(folder, args.policy)
         elif args.saves:
@@ -335,6 +337,6 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     is_part = args.quick or args.saves or args.report or bool(args.policy)
     if args.history:
-        publish("history", rows, began, ("numpy", "lmdb", "msgspec", "boto3"), quick=args.quick)
+        publish("history", rows, began, ("numpy", "lmdb", "msgspec", "boto3"), quick=args.quick or bool(args.only))
     else:
         publish("scale", rows, began, ("numpy", "lmdb", "msgspec"), quick=is_part)

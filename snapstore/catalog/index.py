@@ -558,6 +558,7 @@ class Index:
             return
         with self._lock:
             environment, self._environment = self._environment, None
+            self.pages.release()
             if environment is not None:
                 try:
                     left = self._gathering.take()

@@ -26,7 +26,7 @@ ROW_STATES = (*STATES, COMMITTED, FORGOTTEN)
 #: Flags of a row: the page has the whole record; the record has tags; this release cannot decode it.
 WHOLE, TAGGED, UNKNOWN = 1, 2, 4
 #: Rows lie in segments, each in order of the ids. A new page changes some of them, so no large array is ever copied.
-SEGMENT_ROWS = 65_536
+SEGMENT_ROWS = 32_768
 _BEGIN_BITS = 20
 #: Rows that are looked at at once for the last ones that are not hidden.
 AT_ONCE = 64

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,15 +58,15 @@ class PageCache:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._places: dict[str, dict[int, tuple[int, int]]] = {}  # run -> number -> where its page is in the file
+        self._places: dict[str, array[int]] = {}  # by run: where each page is in the file, and its length
         self._held: dict[str, dict[int, bytes]] = {}  # run -> number -> a page that could not be written
 
-    def load(self, run: str) -> list[KnownPage]:
-        """Return the pages of a run from number 0 on; if the file is damaged, none."""
+    def load(self, run: str) -> Iterator[KnownPage]:
+        """Yield the pages of a run from number 0 on; up to where the file is damaged."""
         if self._folder is None:
-            return []
-        found: list[KnownPage] = []
-        places = self._places[run] = {}
+            return
+        places, at = self._places.setdefault(run, array("Q")), 0
+        del places[:]
         try:
             with (self._folder / run).open("rb", buffering=1 << 16) as file:
                 end = os.fstat(file.fileno()).st_size
@@ -77,23 +78,22 @@ class PageCache:
                     notes, rows = file.read(notes_bytes), file.read(rows_bytes)
                     if xxhash.xxh3_64_intdigest(notes + rows) != checksum:
                         raise ValueError("its checksum differs")
-                    if number == len(found):  # else another process has added it before
+                    if number == len(places) // 2:  # else another process has added it before
                         shown, mends = _NOTES.decode(notes)
-                        found.append(KnownPage(number, JoinedRows.unpack(rows), mends, shown))
-                        places[number] = begin, page_bytes
+                        places.extend((begin, page_bytes))
+                        yield KnownPage(number, JoinedRows.unpack(rows), mends, shown)
                     file.seek(begin + page_bytes)
         except FileNotFoundError:
             pass
         except (OSError, struct.error, ValueError, msgspec.DecodeError) as error:
             log.info("the cached pages of run %s are damaged: %s", run, error)
-            self._remove(run)
-            return []
-        return found
+            with suppress(OSError):
+                os.truncate(self._folder / run, at)
 
     def page(self, run: str, number: int) -> bytes | None:
         """Return the bytes of a page, which may be damaged; None: it is not here."""
-        place = self._places.get(run, {}).get(number)
-        if place is None or self._folder is None:
+        place = self._places.get(run, array("Q"))[2 * number : 2 * number + 2]
+        if not place or self._folder is None:
             return self._held.get(run, {}).get(number)
         with suppress(OSError), (self._folder / run).open("rb") as file:
             return os.pread(file.fileno(), place[1], place[0])
@@ -113,23 +113,19 @@ class PageCache:
         Args:
             in_memory: write them into no file.
         """
-        if (
-            self._folder is None
-            or in_memory
-            or [known.number for _, known in pages] != [*range(first, first + len(pages))]
-        ):
+        places = self._places.setdefault(run, array("Q"))
+        if not first:
+            del places[:]
+        is_next = [known.number for _, known in pages] == [*range(len(places) // 2, len(places) // 2 + len(pages))]
+        if self._folder is None or in_memory or not is_next:
             self._held.setdefault(run, {}).update({page.number: page.data for page, _ in pages})
             return
         parts: list[bytes] = []
-        ends: dict[int, tuple[int, int]] = {}
-        size = 0
         for page, known in pages:
             notes, rows = _ENCODER.encode((known.shown, known.mends)), known.rows.pack()
             checksum = xxhash.xxh3_64_intdigest(notes + rows)
             head = _HEAD.pack(known.number, len(notes), len(rows), len(page.data), checksum)
-            parts += [head, notes, rows, page.data]
-            size += sum(map(len, parts[-4:]))
-            ends[known.number] = size, len(page.data)
+            parts += [head + notes + rows, page.data]
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             if not first:
@@ -137,11 +133,12 @@ class PageCache:
             file = os.open(self._folder / run, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             try:
                 os.write(file, b"".join(parts))
-                begin = os.lseek(file, 0, os.SEEK_CUR) - size
+                end = os.lseek(file, 0, os.SEEK_CUR) - sum(map(len, parts))
             finally:
                 os.close(file)
-            places = {number: (begin + end - page_bytes, page_bytes) for number, (end, page_bytes) in ends.items()}
-            self._places.setdefault(run, {}).update(places)
+            for about, data in zip(parts[::2], parts[1::2], strict=True):
+                places.extend((end + len(about), len(data)))
+                end += len(about) + len(data)
         except OSError as error:
             log.info("pages of run %s are not cached: %s", run, error)
             self._held.setdefault(run, {}).update({page.number: page.data for page, _ in pages})

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
@@ -45,6 +45,8 @@ PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES = 2 * MAX_LIVE_BYTES, 2 * MAX_VOLUME_BYTES
 PAGES_AT_ONCE = 16
 #: The last pages of a run, which each listing describes.
 LAST = 8
+#: Pages of the cache whose rows are sorted at once.
+LOADED_AT_ONCE = 1024
 #: Pages that are held in memory as they are decoded.
 BODIES = 16
 #: If more numbers than this are missing in a row, no page of them is looked for.
@@ -90,6 +92,9 @@ class _ListedPages:
     start: int = 0
     numbers: set[int] = field(default_factory=set)
     infos: dict[int, ObjectInfo] = field(default_factory=dict)
+
+
+_NOTHING = _ListedPages()
 
 
 def _shown(info: ObjectInfo) -> Shown:
@@ -161,11 +166,16 @@ class PageReader:
     def forget(self) -> None:
         """Read all pages again."""
         with self._lock:
+            self.release()
+            self._cache.wipe()
+
+    def release(self) -> None:
+        """Free the memory of what was read; it is read again once it is asked for."""
+        with self._lock:
             self._runs.clear()
             self._bodies.clear()
             self._settled.clear()
             self._has_listed_all = False
-            self._cache.wipe()
 
     def look(self, run: str, *, list_too: bool = True, volumes_too: bool = False) -> Joined | None:
         """Read the pages of a run that are new; None: there are no pages. See `read`."""
@@ -251,18 +261,20 @@ class PageReader:
                 self._read_run(name, infos, of_volumes, probe=run is not None, again=again)
                 if of_run is not None and name in self._runs:
                     self._runs[name].is_listed = True
-                    self._settle(name)
+                    self._settle(name, of_run.numbers)
             self._has_listed_all |= run is None
             return {name: of.joined for name, of in self._runs.items()} if run is None else self.known(run)
 
     def _load(self, run: str) -> bool:
         """Take the pages of a run that the cache has; return whether there are some."""
+        joined, listed = self._nothing(run), dict[int, Shown]()
         cached = self._cache.load(run)
-        if cached:
-            joined = self._nothing(run).with_pages([(page.number, page.rows, page.mends) for page in cached], {})
-            listed = {page.number: page.shown for page in cached if page.shown is not None}
+        while some := [*islice(cached, LOADED_AT_ONCE)]:
+            joined = joined.with_pages([(page.number, page.rows, page.mends) for page in some], {})
+            listed |= {page.number: page.shown for page in some if page.shown is not None}
+        if joined.count:
             self._runs[run] = _PagesOfRun(joined, listed)
-        return bool(cached)
+        return bool(joined.count)
 
     def copy_of(self, run: str, number: int) -> bytes | None:
         """Return the bytes of a page as a volume has them; None: none has it.
@@ -296,7 +308,7 @@ class PageReader:
         for info in chain.from_iterable(self._store.list(prefix, known_ones) for prefix in prefixes):
             known = settled.get(info.key)
             parsed = known or parse_page_key(info.key)
-            if parsed is not None:
+            if parsed is not None and (whole or parsed[1] >= found.get(parsed[0], _NOTHING).start):
                 listing = found.setdefault(parsed[0], _ListedPages())
                 listing.numbers.add(parsed[1])
                 if known is None:
@@ -309,7 +321,7 @@ class PageReader:
         of = self._runs.get(run)
         return page_key(run, of.start - 1) if of is not None and number < of.start else key
 
-    def _settle(self, run: str) -> None:
+    def _settle(self, run: str, listed: set[int]) -> None:
         """Note which pages of a run later listings need not describe: all but the last ones, once they were listed.
 
         The same holds for folders that are full of such pages.
@@ -318,11 +330,14 @@ class PageReader:
         if not of.is_listed:
             return
         for number in range(of.settled, of.joined.count - LAST):
-            if number not in of.listed:
+            if number not in listed:
                 break
             self._settled[page_key(run, number)] = run, number
+            of.listed.pop(number, None)
             of.settled = number + 1
             if of.settled % PAGES_IN_FOLDER == 0:
+                for full in range(of.start, of.settled):
+                    del self._settled[page_key(run, full)]
                 self._settled[page_key(run, number).rpartition("/")[0]] = run, number
                 of.start = of.settled
 
@@ -388,7 +403,7 @@ class PageReader:
             of = self._runs.setdefault(run, _PagesOfRun(joined))
             of.joined = joined
             for n, info in listed.items():
-                if n < joined.count:
+                if joined.count - LAST <= n < joined.count:
                     of.listed.setdefault(n, _shown(info))
 
     def _batches(

@@ -80,7 +80,7 @@ class _StoredVolume(msgspec.Struct, frozen=True, kw_only=True):
     first: PageNumber
     last: PageNumber
     id: Id
-    pages: bytes
+    pages: memoryview
 
 
 _LIVE = msgpack_decoder(list[tuple[str, bytes]])
@@ -292,7 +292,7 @@ def make_volume(run: str, first: int, pages: Sequence[bytes]) -> tuple[str, byte
     """Return the key and the bytes of a volume of pages, given as stored, from number `first` on."""
     name, last = records.new_id(), first + len(pages) - 1
     packed = _compressed(b"".join(part for page in pages for part in (_LENGTH.pack(len(page)), page)))
-    stored = _StoredVolume(run=run, first=first, last=last, id=name, pages=packed)
+    stored = _StoredVolume(run=run, first=first, last=last, id=name, pages=memoryview(packed))
     return volume_key(run, first, last, name), records.enveloped(VOLUME, _ENCODER.encode(stored))
 
 
@@ -347,7 +347,7 @@ def _compressed(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=3, write_content_size=True).compress(data)
 
 
-def _content_bytes(frame: bytes, limit_bytes: int, key: str) -> int:
+def _content_bytes(frame: bytes | memoryview, limit_bytes: int, key: str) -> int:
     """Return the size of what a zstd frame holds.
 
     Raises:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ..catalog.history import View
-from ..catalog.joined import Joined
+from ..catalog.joined import Joined, void_records
 from ..catalog.pages import PAGE_LIMIT_BYTES, VOLUME_LIMIT_BYTES, PageReader
 from ..catalog.read_twice import exists, listed, read_small
 from ..context import Context
@@ -69,13 +69,13 @@ def join(
         IntegrityError: a page is damaged.
     """
     result = JoinResult()
-    while context.index.pages.exist and not stops() and _join_once(context, run, at_least or AT_LEAST, result):
-        pass
+    if context.index.pages.exist:
+        _join(context, run, at_least or AT_LEAST, stops, result)
     return result
 
 
-def _join_once(context: Context, run: str, at_least: int, result: JoinResult) -> bool:
-    """Make one page, if there is enough for it; return whether there may be more."""
+def _join(context: Context, run: str, at_least: int, stops: Callable[[], bool], result: JoinResult) -> None:
+    """Make pages of what one look shows: each with its volume and its deletions before the next one."""
     index, store = context.index, context.store
     view = index.refresh(run)
     index.pages.require_whole(run)
@@ -85,28 +85,34 @@ def _join_once(context: Context, run: str, at_least: int, result: JoinResult) ->
         if len(sessions) >= at_least:
             why = f"{len(sessions)} sessions announce snapshots; gc ends those of dead saves"
             log.info("run=%s records stay loose: %s", run, why)
-        return False
+        return
     busy = _announced(context, sessions)
     joined = index.pages.look(run, volumes_too=True)
     assert joined is not None
     index.pages.require_whole(run)
-    chosen = _chosen(context, view, infos, busy, joined)
-    is_more = len(chosen) > MOST
-    is_put = len(chosen) >= at_least
-    if is_put:
-        joined = _put_page(context, run, joined.count, chosen[:MOST])
-        if joined is None:
-            return False  # another joiner was faster
-        result.pages += 1
-        result.snapshots += min(MOST, len(chosen))
-    void = sorted(key for key in infos if _id(key) not in busy and joined.covers(key))
-    if not void:
-        return False
-    _hold_in_volumes(context, joined)
-    store.delete(void)
+    loose: dict[str, list[str]] = {}
+    for key in infos:
+        loose.setdefault(_id(key), []).append(key)
+    keys = [key for key in infos if _id(key) not in busy]  # those that are left of an earlier join go first
+    chosen = _chosen(view, loose, busy, joined)
+    pages = [chosen[at : at + MOST] for at in range(0, len(chosen), MOST)]
+    for some in [some for some in pages if len(some) >= at_least] or [[]]:
+        if stops():
+            break
+        facts = _with_bytes(context, some, infos)
+        if len(facts) >= at_least:
+            joined = _put_page(context, run, joined.count, facts)
+            if joined is None:
+                break  # another joiner was faster
+            result.pages += 1
+            result.snapshots += len(facts)
+            keys += [key for record, _ in facts for key in loose[record.id]]
+        if void := void_records(keys, {run: joined}):
+            _hold_in_volumes(context, joined)
+            store.delete(sorted(void))
+            result.deleted += len(void)
+        keys = []
     index.drop_joined(run)
-    result.deleted += len(void)
-    return is_put and is_more
 
 
 def _announced(context: Context, sessions: Collection[str]) -> set[str]:
@@ -123,29 +129,31 @@ def _announced(context: Context, sessions: Collection[str]) -> set[str]:
     return found
 
 
-def _chosen(
-    context: Context, view: View, infos: dict[str, ObjectInfo], busy: set[str], joined: Joined
-) -> list[tuple[Snapshot, bytes]]:
-    """Return the records to join with their bytes, the oldest first."""
-    highest: dict[str, tuple[int, str]] = {}
-    for key in infos:
-        _, _, name, revision = parse_record_key(key) or ("", 0, "", 0)
-        highest[name] = max(highest.get(name, (-1, "")), (revision, key))
+def _chosen(view: View, loose: dict[str, list[str]], busy: set[str], joined: Joined) -> list[Snapshot]:
+    """Return the records to join, the oldest first; `loose` are the listed keys of each snapshot."""
     newest = view.newest(view.only_run or "")
     left_out = busy | {_id(key) for key in (*view.damaged, *view.unread, *view.repeated) if parse_record_key(key)}
     left_out |= {s.id for s in view.missing} | ({newest.id} if newest is not None else set())
-    found: list[tuple[Snapshot, bytes]] = []
-    for name, (_, key) in highest.items():
+    found: list[Snapshot] = []
+    for name in loose.keys() - left_out:
         record = view.get(name)
-        if name in left_out or record is None or record.key != key or joined.covers(key):
-            continue
-        data = records.encode(record)
-        if len(data) != infos[key].size_bytes:  # of another release, which packs otherwise
-            data = context.store.get(key, limit_bytes=MAX_OBJECT_BYTES)
-            record = records.decode(data, Snapshot, key)
+        if record is not None and record.key == max(loose[name], key=lambda key: int(key.rpartition(".")[2])):
+            found.append(record)
+    void = void_records([record.key for record in found], {joined.run: joined})
+    return sorted((record for record in found if record.key not in void), key=lambda s: (s.seq, s.id))
+
+
+def _with_bytes(context: Context, chosen: list[Snapshot], infos: dict[str, ObjectInfo]) -> list[tuple[Snapshot, bytes]]:
+    """Return records with their bytes as stored, but those that are too large for a page."""
+    found: list[tuple[Snapshot, bytes]] = []
+    for record in chosen:
+        data, whole = records.encode(record), record
+        if len(data) != infos[record.key].size_bytes:  # of another release, which packs otherwise
+            data = context.store.get(record.key, limit_bytes=MAX_OBJECT_BYTES)
+            whole = records.decode(data, Snapshot, record.key)
         if len(data) <= LARGEST_BYTES:
-            found.append((record, data))
-    return sorted(found, key=lambda one: (one[0].seq, one[0].id))
+            found.append((whole, data))
+    return found
 
 
 def _put_page(context: Context, run: str, number: int, chosen: list[tuple[Snapshot, bytes]]) -> Joined | None:

@@ -12,7 +12,7 @@ damaged page. A join never matters to a caller: it only makes later listings sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -219,26 +219,29 @@ def _require_same(context: Context, key: str, data: bytes) -> None:
 def _hold_in_volumes(context: Context, joined: Joined) -> None:
     """Put a volume if one of the pages is in none; then read the pages of this run once more.
 
-    A volume covers as many of the last pages as a power of GROWTH divides their count, and more if some are in none.
+    A volume covers as many of the last pages as a power of GROWTH divides their count, and more if some are in none. It
+    ends before a page that was mended: that one is damaged or gone, and a later page has its records.
 
     Raises:
         StorageError: the volume or a page is not there.
+        IntegrityError, FormatError, NotFoundError: a page is damaged or gone, so no volume of it may replace another.
     """
     store, run, count = context.store, joined.run, joined.count
     volumes = {key: parsed for key in listed(store, f"volumes/{run}/") if (parsed := parse_volume_key(key))}
     held = {number for _, first, last in volumes.values() for number in range(first, last + 1)}
-    lacking = [number for number in range(count) if number not in held]
+    whole = [number for number in range(count) if page_key(run, number) not in joined.mended]
+    lacking = [number for number in whole if number not in held]
     if lacking:
         size = 1
         while count % (size * GROWTH) == 0:
             size *= GROWTH
         first = min(lacking[0], count - size)
-        pages = [_page_bytes(context, run, number) for number in range(first, count)]
-        key, data = make_volume(run, first, pages)
-        store.put(key, data)
-        _require_same(context, key, data)
+        pages = {number: _page_bytes(context, run, number) for number in whole if number >= first}
+        for start in pages:
+            if start - 1 not in pages:
+                _put_volume(context, run, start, pages)
         for number in lacking:  # one that was lost meanwhile may have been put again, with other records
-            _require_same(context, page_key(run, number), pages[number - first])
+            _require_same(context, page_key(run, number), pages[number])
     again = context.index.pages.look(run)  # its listing shows whether any of the others has changed
     if again is None or again.damaged or again.count < count:
         raise StorageError(f"{page_key(run, count - 1)} in {store.url}: is not found; its records stay as they are")
@@ -246,8 +249,26 @@ def _hold_in_volumes(context: Context, joined: Joined) -> None:
         store.delete(sorted(old for old, (_, a, b) in volumes.items() if a >= first and b < count))
 
 
+def _put_volume(context: Context, run: str, first: int, pages: Mapping[int, bytes]) -> None:
+    """Put a volume of the pages from a number on, up to one that is not given; read it back."""
+    last = first
+    while last + 1 in pages:
+        last += 1
+    key, data = make_volume(run, first, [pages[number] for number in range(first, last + 1)])
+    context.store.put(key, data)
+    _require_same(context, key, data)
+
+
 def _page_bytes(context: Context, run: str, number: int) -> bytes:
-    return context.store.get(page_key(run, number), limit_bytes=PAGE_LIMIT_BYTES)
+    """Return the bytes of a page, as stored.
+
+    Raises:
+        IntegrityError, FormatError: it is damaged. This process may not know that, if it has read a volume in its
+            place; a larger volume of the damaged bytes would replace that one.
+    """
+    data = context.store.get(key := page_key(run, number), limit_bytes=PAGE_LIMIT_BYTES)
+    read_page(data, key)
+    return data
 
 
 def _id(key: str) -> str:

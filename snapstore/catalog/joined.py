@@ -27,7 +27,8 @@ ROW_STATES = (*STATES, COMMITTED, FORGOTTEN)
 WHOLE, TAGGED, UNKNOWN = 1, 2, 4
 #: Rows lie in segments, each in order of the ids. A new page changes some of them, so no large array is ever copied.
 SEGMENT_ROWS = 32_768
-_BEGIN_BITS = 20
+#: Bits of an id by which it is looked for; and by how much a search for one costs more than a look at a row.
+_BEGIN_BITS, _SEARCH_COSTS = 16, 20
 #: Rows that are looked at at once for the last ones that are not hidden.
 AT_ONCE = 64
 
@@ -425,14 +426,20 @@ def void_records(keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
 def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict[str, str]:
     """Return the records that repeat the id of a joined snapshot under another name: key -> why it is left out."""
     names = {parsed[2]: key for key in keys if (parsed := parse_record_key(key))} if joined else {}
+    there = set[str]()
+    hi, lo = halves(names)
     begins = np.zeros(1 << _BEGIN_BITS, bool)  # with which bits an id begins: few of the others do
-    begins[halves(names)[0] >> np.uint64(64 - _BEGIN_BITS)] = True
+    begins[hi >> np.uint64(64 - _BEGIN_BITS)] = True
+    for rows in (rows for one in joined.values() for rows in one.segments):
+        if _SEARCH_COSTS * len(names) < len(rows.hi):
+            at = rows.find(hi, lo)
+            there.update(rows.take(at[at >= 0]).ids())
+        else:
+            there.update(names.keys() & rows.take(begins[rows.hi >> np.uint64(64 - _BEGIN_BITS)]).ids())
     found: dict[str, str] = {}
-    for one in joined.values():
-        for rows in one.segments:
-            for name in rows.take(begins[rows.hi >> np.uint64(64 - _BEGIN_BITS)]).ids():
-                other = one.key_of(name) if name in names else None
-                if other is not None and name_of_record(other) != name_of_record(names[name]):
-                    why = f"repeats the id of {other}, which is in a page: it is forged; remove it"
-                    found[names[name]] = f"{names[name]}: {why}"
+    for name in there:
+        others = (one.key_of(name) for one in joined.values())
+        if other := next((o for o in others if o and name_of_record(o) != name_of_record(names[name])), ""):
+            why = f"repeats the id of {other}, which is in a page: it is forged; remove it"
+            found[names[name]] = f"{names[name]}: {why}"
     return found

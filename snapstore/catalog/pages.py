@@ -53,8 +53,8 @@ BODIES = 16
 GAP = 1000
 #: The advice for a page that is gone.
 PUT_BACK_PAGES = (
-    "run 'snapstore repair --apply', or, if an older copy of the repository was put back on purpose, 'snapstore index "
-    "rebuild --forget-missing'"
+    "if an older copy of the repository was put back on purpose, run 'snapstore index rebuild --forget-missing'; else "
+    "run 'snapstore repair'"
 )
 
 
@@ -352,7 +352,7 @@ class PageReader:
         missing = [n for n in range(listed.start, of.joined.count) if n not in listed.numbers]
         missing = [n for n in missing if page_key(run, n) not in of.joined.mended]
         if gone := [page_key(run, n) for n in missing if not self._is_there(run, n)]:
-            lost = {key: f"{key}: is gone: this process has read it; {PUT_BACK_PAGES}" for key in gone}
+            lost = {key: f"{key}: is gone: it was read on this machine before; {PUT_BACK_PAGES}" for key in gone}
             of.joined = replace(of.joined, damaged={**of.joined.damaged} | lost)
             return False
         others = any(of.listed.get(n, _shown(info)) != _shown(info) for n, info in listed.infos.items())

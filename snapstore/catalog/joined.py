@@ -27,6 +27,8 @@ ROW_STATES = (*STATES, COMMITTED, FORGOTTEN)
 WHOLE, TAGGED, UNKNOWN = 1, 2, 4
 #: Rows lie in segments, each in order of the ids. A new page changes some of them, so no large array is ever copied.
 SEGMENT_ROWS = 32_768
+#: The most ids that are kept in memory because they have no row.
+MOST_ABSENT = 10_000
 #: Bits of an id by which it is looked for; and by how much a search for one costs more than a look at a row.
 _BEGIN_BITS, _SEARCH_COSTS = 16, 20
 #: Rows that are looked at at once for the last ones that are not hidden.
@@ -92,13 +94,16 @@ class JoinedRows(NamedTuple):
 
     def find(self, hi: Column, lo: Column) -> Column:
         """Return where each of some ids is, given their halves; -1: nowhere. The rows are in order of their ids."""
-        first, end = np.searchsorted(self.hi, hi), np.searchsorted(self.hi, hi, "right")
-        for i in np.flatnonzero(end - first > 1):  # ids with equal halves are forged
-            first[i] += np.searchsorted(self.lo[first[i] : end[i]], lo[i])
-        at = np.minimum(first, max(len(self.hi) - 1, 0))
         if not len(self.hi):
             return np.full(len(hi), -1)
-        return np.where((self.hi[at] == hi) & (self.lo[at] == lo), at, -1)
+        at = np.searchsorted(self.hi, hi)
+        at[at == len(self.hi)] = 0
+        same = self.hi[at] == hi
+        for i in np.flatnonzero(same & (self.lo[at] != lo)):  # ids with equal halves are forged
+            end = np.searchsorted(self.hi, hi[i], "right")
+            at[i] = min(at[i] + np.searchsorted(self.lo[at[i] : end], lo[i]), end - 1)
+        found: Column = np.where(same & (self.lo[at] == lo), at, -1)
+        return found
 
 
 _DTYPES = [np.dtype(name) for name in ("<u8", "<u8", "<u8", "<u8", "<u4", "<u4", "u1", "u1")]
@@ -181,7 +186,7 @@ class Joined:
 
     def _row(self, snapshot_id: str) -> JoinedRows | None:
         hi, lo = halves([snapshot_id])
-        for rows in reversed(self.segments):
+        for rows in reversed(self.segments if snapshot_id not in self._absent else ()):
             if (at := int(rows.find(hi, lo)[0])) >= 0:
                 return rows.take(np.array([at]))
         return None
@@ -196,11 +201,19 @@ class Joined:
 
     def revisions_of(self, ids: Iterable[str]) -> list[int]:
         """Return the highest joined revision of each snapshot; -1: no page has any."""
-        hi, lo = halves(ids)
-        found = np.full(len(hi), -1)
-        for rows in self.segments:
-            at = rows.find(hi, lo)
-            found[at >= 0] = rows.revision[at[at >= 0]]
+        names = [*ids]
+        asked = [at for at, name in enumerate(names) if name not in self._absent]
+        found = np.full(len(names), -1)
+        if asked:
+            hi, lo = halves(names[at] for at in asked)
+            there = np.full(len(asked), -1)
+            for rows in self.segments:
+                at = rows.find(hi, lo)
+                there[at >= 0] = rows.revision[at[at >= 0]]
+            found[asked] = there
+            if len(self._absent) > MOST_ABSENT:
+                self._absent.clear()
+            self._absent.update(names[at] for at, revision in zip(asked, there, strict=True) if revision < 0)
         return found.tolist()
 
     def revision_of(self, snapshot_id: str) -> int:
@@ -304,6 +317,11 @@ class Joined:
             return False
         names = self._chosen(states).take(slice(len(but) + 1)).ids()
         return any(name not in but for name in names)
+
+    @cached_property
+    def _absent(self) -> set[str]:
+        """Ids that were looked for in vain: a save asks for those of its loose records many times."""
+        return set()
 
     @cached_property
     def _of_states(self) -> dict[str, JoinedRows]:
@@ -426,6 +444,10 @@ def void_records(keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
 def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict[str, str]:
     """Return the records that repeat the id of a joined snapshot under another name: key -> why it is left out."""
     names = {parsed[2]: key for key in keys if (parsed := parse_record_key(key))} if joined else {}
+    if len(joined) == 1:
+        (one,) = joined.values()
+        there = {name for name, revision in zip(names, one.revisions_of(names), strict=True) if revision >= 0}
+        return _repeated(there, names, joined)
     there = set[str]()
     hi, lo = halves(names)
     begins = np.zeros(1 << _BEGIN_BITS, bool)  # with which bits an id begins: few of the others do
@@ -436,6 +458,11 @@ def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict
             there.update(rows.take(at[at >= 0]).ids())
         else:
             there.update(names.keys() & rows.take(begins[rows.hi >> np.uint64(64 - _BEGIN_BITS)]).ids())
+    return _repeated(there, names, joined)
+
+
+def _repeated(there: Collection[str], names: Mapping[str, str], joined: Mapping[str, Joined]) -> dict[str, str]:
+    """Return `repeated_by_pages` of ids that pages have, by their keys in `names`."""
     found: dict[str, str] = {}
     for name in there:
         others = (one.key_of(name) for one in joined.values())

@@ -73,8 +73,9 @@ class View:
         self.vanished = [snapshot.key for snapshot in vanished]
         self._decide({})
 
-    def _decide(self, joined: Mapping[str, Joined]) -> View:
+    def _decide(self, joined: Mapping[str, Joined], only_run: str | None = None) -> View:
         """Decide which records are believed, given what pages say by run; return this View."""
+        self.only_run = only_run
         ruling, damaged, vanished, known = self._given
         self._joined = joined
         wrong = misnumbered(ruling, joined)

@@ -199,9 +199,7 @@ class Index:
             unknown = damaged.keys() | (unread := paused | unread).keys()
             others = other_revisions(self._records, unknown, self._get_record) if unknown else None
             shown = [self._records[key].snapshot for key in ruling.keys() - unknown]
-            view = View(shown, damaged, vanished, unread, others, repeated, self._store)._decide(joined)
-            view.only_run = run
-            return view
+            return View(shown, damaged, vanished, unread, others, repeated, self._store)._decide(joined, run)
 
     def drop_joined(self, run: str) -> None:
         """Drop the records of a run that pages cover, as far as they were read: they were deleted."""
@@ -383,9 +381,8 @@ class Index:
         with self._lock:
             joined = self.pages.known(run)
             ruling = {s.key: s for s in self._records.ruling(run)}
-            view = View([ruling[key] for key in ruling.keys() - void_records(ruling, joined)], {}, [])._decide(joined)
-        view.only_run = run
-        return view
+            left = [ruling[key] for key in ruling.keys() - void_records(ruling, joined)]
+            return View(left, {}, [])._decide(joined, run)
 
     def cached(self, key: str) -> Snapshot | None:
         """Return the record that was last read or made under a key, whatever the store shows now; None: none was."""
@@ -435,6 +432,11 @@ class Index:
             for ref in some:
                 header = found[ref.sha256]
                 yield header if isinstance(header, SnapstoreError) else manifest.header_or_error(header, ref)
+
+    def drop_headers(self, keys: Iterable[str]) -> None:
+        """Drop the headers of the manifests among some keys: these were deleted."""
+        names = [key.rpartition("/")[2] for key in keys if key.startswith("manifests/")]
+        self._store_all({b"manifests": dict.fromkeys(names)})
 
     def _get_header(self, ref: ManifestRef) -> bytes | SnapstoreError:
         """Return the bytes of a manifest's header, or the error of reading it; raises as `_tried` does."""

@@ -299,6 +299,7 @@ class _Gc:
         batches = [keys[first : first + DELETED_AT_ONCE] for first in range(0, len(keys), DELETED_AT_ONCE)]
         for batch in progress.through(batches, lambda batch: sum(sizes[key] for key in batch)):
             self.store.delete(batch)
+            self.context.index.drop_headers(batch)
         deleted_bytes = sum(sizes[key] for key in doomed)
         self.result.deleted_objects += len(doomed)
         self.result.deleted_bytes += deleted_bytes

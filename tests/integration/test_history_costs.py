@@ -385,3 +385,15 @@ def test_snapshots_of_equal_content_are_swept_too():
             upkeep.collect(repository.context, most=2)
         assert not repository.view().snapshots("a", ("forgotten",))
     check_clean(store)
+
+
+def test_the_index_is_bounded_by_what_is_kept(tmp_path, monkeypatch):
+    """Headers of swept snapshots, and records that are in a page, leave it: a run under a policy may never end."""
+    monkeypatch.setenv("SNAPSTORE_CACHE_DIR", str(tmp_path / "cache"))
+    sizes = []
+    with SnapshotManager(tmp_path / "r", run="a", async_save=False, options=OPTIONS, keep=KeepLast(3)) as snapshots:
+        for step in range(4 * LENGTHS[0]):
+            snapshots.save(step, values("a", step))
+            environment = snapshots.repository.context.index._environment
+            sizes.append(sum(len(environment.items(name)) for name in (b"records", b"manifests")))
+    assert max(sizes[len(sizes) // 2 :]) <= max(sizes[: len(sizes) // 2]) + 3

@@ -29,8 +29,8 @@ WHOLE, TAGGED, UNKNOWN = 1, 2, 4
 SEGMENT_ROWS = 32_768
 #: The most ids that are kept in memory because they have no row.
 MOST_ABSENT = 10_000
-#: Bits of an id by which it is looked for; and by how much a search for one costs more than a look at a row.
-_BEGIN_BITS, _SEARCH_COSTS = 16, 20
+#: Bits of an id by which it is looked for.
+_BEGIN_BITS = 20
 #: Rows that are looked at at once for the last ones that are not hidden.
 AT_ONCE = 64
 
@@ -444,29 +444,20 @@ def void_records(keys: Iterable[str], joined: Mapping[str, Joined]) -> set[str]:
 def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict[str, str]:
     """Return the records that repeat the id of a joined snapshot under another name: key -> why it is left out."""
     names = {parsed[2]: key for key in keys if (parsed := parse_record_key(key))} if joined else {}
-    if len(joined) == 1:
-        (one,) = joined.values()
-        there = {name for name, revision in zip(names, one.revisions_of(names), strict=True) if revision >= 0}
-        return _repeated(there, names, joined)
-    there = set[str]()
-    hi, lo = halves(names)
+    there: list[tuple[str, Joined]] = []
     begins = np.zeros(1 << _BEGIN_BITS, bool)  # with which bits an id begins: few of the others do
-    begins[hi >> np.uint64(64 - _BEGIN_BITS)] = True
-    for rows in (rows for one in joined.values() for rows in one.segments):
-        if _SEARCH_COSTS * len(names) < len(rows.hi):
-            at = rows.find(hi, lo)
-            there.update(rows.take(at[at >= 0]).ids())
-        else:
-            there.update(names.keys() & rows.take(begins[rows.hi >> np.uint64(64 - _BEGIN_BITS)]).ids())
-    return _repeated(there, names, joined)
-
-
-def _repeated(there: Collection[str], names: Mapping[str, str], joined: Mapping[str, Joined]) -> dict[str, str]:
-    """Return `repeated_by_pages` of ids that pages have, by their keys in `names`."""
-    found: dict[str, str] = {}
-    for name in there:
-        others = (one.key_of(name) for one in joined.values())
-        if other := next((o for o in others if o and name_of_record(o) != name_of_record(names[name])), ""):
+    begins[halves(names)[0] >> np.uint64(64 - _BEGIN_BITS)] = True
+    for one in joined.values():
+        if len(joined) == 1:
+            there += [(name, one) for name, found in zip(names, one.revisions_of(names), strict=True) if found >= 0]
+            continue
+        for rows in one.segments:
+            likely = rows.take(begins[rows.hi >> np.uint64(64 - _BEGIN_BITS)]).ids()
+            there += [(name, one) for name in likely if name in names]
+    repeated: dict[str, str] = {}
+    for name, one in there:
+        other = one.key_of(name)
+        if other is not None and name_of_record(other) != name_of_record(names[name]):
             why = f"repeats the id of {other}, which is in a page: it is forged; remove it"
-            found[names[name]] = f"{names[name]}: {why}"
-    return found
+            repeated[names[name]] = f"{names[name]}: {why}"
+    return repeated

@@ -412,10 +412,10 @@ def test_one_forged_name_costs_little(key):
     assert len(store.asked) < 30
 
 
-@pytest.mark.parametrize("costs", [0, 1000])
-def test_ids_that_other_runs_have_in_pages(monkeypatch, costs):
-    monkeypatch.setattr(rows_module, "_SEARCH_COSTS", costs)
+@pytest.mark.parametrize("others", [[], ["c"]])
+def test_ids_that_other_runs_have_in_pages(others):
     joined = {"a": joined_of(pages.read_page(page_of(0, {IDS[1]: (2, SWEPT, 0)}), page_key("a", 0)))}
+    joined |= {name: Joined(name) for name in others}
     own = record(IDS[1], 1, COMMITTED, 0).key
     forged = own.replace("/a/", "/b/")
     assert repeated_by_pages([own, record(IDS[0], 0, COMMITTED, 0).key], joined) == {}

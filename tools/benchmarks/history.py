@@ -1,7 +1,7 @@
 """`tools/bench scale --history`: the cost of a save, a policy, a cold start and a gc after many snapshots of a run.
 
 history_write.py writes the histories, as pages. Each one is measured in two places: requests on a real S3 server, by
-counting what botocore sends, retries included; CPU time in a folder. CPU times are means of saves after three others,
+counting what botocore sends, retries included; CPU time in a folder. CPU times are medians of saves after three others,
 with the floor measured in turns with them. The floor of a save is one into a run of few snapshots, in a repository
 without another: one into a new run of the same repository would hide what grows with the repository. The floor of a
 policy is the same run with fifty snapshots, all of them loose. Every measured run has fifty loose snapshots at first.
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 from unittest import mock
 from uuid import uuid4
@@ -133,11 +133,11 @@ def cpu_ms(work: Callable[[], Any]) -> float:
 
 
 def in_turns(*works: Callable[[], Any], times: int = MEASURED) -> list[float]:
-    """Return the mean CPU time of each of some works, called in turns [ms]."""
+    """Return the median CPU time of each of some works, called in turns [ms]."""
     for work in works * WARM:
         work()
     took_ms = [[cpu_ms(work) for work in works] for _ in range(times)]
-    return [mean(column) for column in zip(*took_ms, strict=True)]
+    return [median(column) for column in zip(*took_ms, strict=True)]
 
 
 def histories_of(made: int, runs: int) -> list[RunHistory]:

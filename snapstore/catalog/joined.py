@@ -27,8 +27,8 @@ ROW_STATES = (*STATES, COMMITTED, FORGOTTEN)
 WHOLE, TAGGED, UNKNOWN = 1, 2, 4
 #: Rows lie in segments, each in order of the ids. A new page changes some of them, so no large array is ever copied.
 SEGMENT_ROWS = 32_768
-#: The most ids that are kept in memory because they have no row.
-MOST_ABSENT = 10_000
+#: The most ids whose revisions are remembered.
+MOST_ASKED = 10_000
 #: Bits of an id by which it is looked for.
 _BEGIN_BITS = 20
 #: Rows that are looked at at once for the last ones that are not hidden.
@@ -186,7 +186,7 @@ class Joined:
 
     def _row(self, snapshot_id: str) -> JoinedRows | None:
         hi, lo = halves([snapshot_id])
-        for rows in reversed(self.segments if snapshot_id not in self._absent else ()):
+        for rows in reversed(self.segments if self._asked.get(snapshot_id, 0) >= 0 else ()):
             if (at := int(rows.find(hi, lo)[0])) >= 0:
                 return rows.take(np.array([at]))
         return None
@@ -202,19 +202,18 @@ class Joined:
     def revisions_of(self, ids: Iterable[str]) -> list[int]:
         """Return the highest joined revision of each snapshot; -1: no page has any."""
         names = [*ids]
-        asked = [at for at, name in enumerate(names) if name not in self._absent]
-        found = np.full(len(names), -1)
-        if asked:
-            hi, lo = halves(names[at] for at in asked)
-            there = np.full(len(asked), -1)
+        if len(self._asked) > MOST_ASKED:
+            self._asked.clear()
+        known = {name: revision for name in names if (revision := self._asked.get(name)) is not None}
+        if fresh := [name for name in names if name not in known]:
+            hi, lo = halves(fresh)
+            found = np.full(len(fresh), -1)
             for rows in self.segments:
                 at = rows.find(hi, lo)
-                there[at >= 0] = rows.revision[at[at >= 0]]
-            found[asked] = there
-            if len(self._absent) > MOST_ABSENT:
-                self._absent.clear()
-            self._absent.update(names[at] for at, revision in zip(asked, there, strict=True) if revision < 0)
-        return found.tolist()
+                found[at >= 0] = rows.revision[at[at >= 0]]
+            known.update(zip(fresh, found.tolist(), strict=True))
+            self._asked.update(known)
+        return [known[name] for name in names]
 
     def revision_of(self, snapshot_id: str) -> int:
         """Return the highest joined revision of a snapshot; -1: no page has any."""
@@ -319,9 +318,9 @@ class Joined:
         return any(name not in but for name in names)
 
     @cached_property
-    def _absent(self) -> set[str]:
-        """Ids that were looked for in vain: a save asks for those of its loose records many times."""
-        return set()
+    def _asked(self) -> dict[str, int]:
+        """Revisions by id: a save asks for those of its loose records many times."""
+        return {}
 
     @cached_property
     def _of_states(self) -> dict[str, JoinedRows]:

@@ -94,6 +94,12 @@ class View:
         shown = {snapshot.id: snapshot.revision for snapshot in self._by_id.values()}
         for _, _, name, revision in filter(None, map(parse_record_key, (*self.damaged, *self.unread))):
             shown[name] = revision
+        for run, one in self._joined.items():
+            names = [s.id for s in vanished if s.run == run]
+            shown |= {
+                name: max(shown.get(name, -1), found)
+                for name, found in zip(names, one.revisions_of(names), strict=True)
+            }
         last: dict[str, Snapshot] = {}
         for snapshot in sorted(vanished, key=lambda s: s.revision):
             if snapshot.revision > shown.get(snapshot.id, -1):
@@ -129,8 +135,9 @@ class View:
             if parsed is not None and run in (None, parsed[0]):
                 yield parsed[1], parsed[2], key
         for s in self.missing:
-            shown = self._by_id.get(s.id)
-            is_listed = shown is not None and shown.state == COMMITTED
+            shown, one = self._by_id.get(s.id), self._joined.get(s.run)
+            in_page = one.state_of(s.id) if one is not None and s.id not in self._loose else None
+            is_listed = COMMITTED in (shown.state if shown is not None else None, in_page)
             if run in (None, s.run) and s.state in (COMMITTED, FORGOTTEN) and not is_listed:
                 yield s.step, s.id, s.key  # else a committed revision is listed, or a gc has deleted the bytes
 

@@ -251,6 +251,11 @@ class Joined:
             return None
         return self._whole(snapshot_id, row) if row.flags[0] & WHOLE else self._left(snapshot_id, row)
 
+    def state_of(self, snapshot_id: str) -> str | None:
+        """Return the state of a snapshot; None: no page has it, or it does not decode."""
+        row = self._row(snapshot_id)
+        return None if row is None or row.flags[0] & UNKNOWN else ROW_STATES[row.state[0]]
+
     def _whole(self, snapshot_id: str, rows: JoinedRows, at: int = 0) -> Snapshot:
         revision, found = int(rows.revision[at]), self._decoded.get(snapshot_id)
         if found is None or found.revision != revision:
@@ -347,13 +352,16 @@ class Joined:
     def seqs(self) -> tuple[int, ...]:
         """Some numbers of the snapshots, by which `records.highest_seq` finds the highest one of all.
 
-        These are the first, the last, and those beside gaps that no writer leaves.
+        These are the first, the last, and some between them, as far apart as a writer leaves numbers out.
         """
         found = set[int]()
         for rows in self.segments:
-            ordered = np.sort(rows.seq)
-            wide = np.flatnonzero(ordered[1:] - ordered[:-1] > records.MAX_SEQ_STEP)
-            found |= {*ordered[np.unique([0, *wide, *(wide + 1), len(ordered) - 1])].tolist()}
+            ordered, at = np.sort(rows.seq), 0
+            found.add(int(ordered[0]))
+            while at < len(ordered) - 1:  # from each number the highest one that a writer can reach from it
+                reach = int(np.searchsorted(ordered, ordered[at] + np.uint64(records.MAX_SEQ_STEP), "right")) - 1
+                at = max(reach, at + 1)
+                found.add(int(ordered[at]))
         return tuple(sorted(found))
 
     def above(self, seq: int) -> dict[str, int]:

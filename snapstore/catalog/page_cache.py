@@ -8,6 +8,7 @@ number.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import struct
@@ -31,7 +32,7 @@ Shown = tuple[int, float, str]
 #: first two.
 _HEAD = struct.Struct("<QQQQQ")
 _ENCODER = msgspec.msgpack.Encoder()
-_NOTES = msgpack_decoder(tuple[Shown | None, list[int]])
+_NOTES = msgpack_decoder(tuple[Shown | None, list[int], int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,14 @@ class KnownPage:
     Attributes:
         mends: the numbers of damaged pages whose facts it has.
         shown: how it is listed; None: no listing had shown it.
+        digest: XXH3-64 of its bytes.
     """
 
     number: int
     rows: JoinedRows
     mends: list[int]
     shown: Shown | None
+    digest: int
 
 
 class PageCache:
@@ -79,9 +82,9 @@ class PageCache:
                     if xxhash.xxh3_64_intdigest(notes + rows) != checksum:
                         raise ValueError("its checksum differs")
                     if number == len(places) // 2:  # else another process has added it before
-                        shown, mends = _NOTES.decode(notes)
+                        shown, mends, digest = _NOTES.decode(notes)
                         places.extend((begin, page_bytes))
-                        yield KnownPage(number, JoinedRows.unpack(rows), mends, shown)
+                        yield KnownPage(number, JoinedRows.unpack(rows), mends, shown, digest)
                     file.seek(begin + page_bytes)
         except FileNotFoundError:
             pass
@@ -122,7 +125,7 @@ class PageCache:
             return
         parts: list[bytes] = []
         for page, known in pages:
-            notes, rows = _ENCODER.encode((known.shown, known.mends)), known.rows.pack()
+            notes, rows = _ENCODER.encode((known.shown, known.mends, known.digest)), known.rows.pack()
             checksum = xxhash.xxh3_64_intdigest(notes + rows)
             head = _HEAD.pack(known.number, len(notes), len(rows), len(page.data), checksum)
             parts += [head + notes + rows, page.data]
@@ -132,8 +135,12 @@ class PageCache:
                 (self._folder / run).unlink(missing_ok=True)
             file = os.open(self._folder / run, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             try:
-                os.write(file, b"".join(parts))
-                end = os.lseek(file, 0, os.SEEK_CUR) - sum(map(len, parts))
+                size = sum(map(len, parts))
+                written = os.write(file, b"".join(parts))
+                end = os.lseek(file, 0, os.SEEK_CUR) - written
+                if written < size:
+                    os.ftruncate(file, end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(file)
             for about, data in zip(parts[::2], parts[1::2], strict=True):

@@ -18,6 +18,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from ..errors import DAMAGE, IntegrityError, NotFoundError, SnapstoreError, StorageError
 from ..format import records
@@ -35,7 +36,7 @@ from ..format.records import Snapshot
 from ..storage.base import ObjectInfo, ObjectStore, Skipping
 from ..text import log, strip_hint
 from ..threads import Threads
-from .joined import Joined, rows_of
+from .joined import UNKNOWN, Joined, rows_of
 from .page_cache import KnownPage, PageCache, Shown
 from .read_twice import read_small
 
@@ -116,8 +117,9 @@ class PageReader:
         self, store: ObjectStore, folder: Path | None = None, *, has_pages: bool = True, takes_volumes: bool = True
     ) -> None:
         self._store, self.exist, self._takes_volumes = store, has_pages, takes_volumes
-        self._cache = PageCache(folder and folder / "pages")
+        self._cache = PageCache(folder and folder / f"pages-{records.VERSION}")
         self._runs: dict[str, _PagesOfRun] = {}
+        self._last: dict[str, tuple[int, int]] = {}  # by run: the last page that was read, and the XXH3-64 of its bytes
         self._settled: dict[str, tuple[str, int]] = {}  # pages and folders of them, see `_settle`
         self._bodies: dict[str, RecordPage] = {}  # by key, the one that was used last at the end
         self._has_listed_all = False
@@ -272,6 +274,7 @@ class PageReader:
         while some := [*islice(cached, LOADED_AT_ONCE)]:
             joined = joined.with_pages([(page.number, page.rows, page.mends) for page in some], {})
             listed |= {page.number: page.shown for page in some if page.shown is not None}
+            self._last[run] = some[-1].number, some[-1].digest
         if joined.count:
             self._runs[run] = _PagesOfRun(joined, listed)
         return bool(joined.count)
@@ -349,14 +352,26 @@ class PageReader:
         of = self._runs.get(run)
         if of is None or listed is None:
             return False
-        missing = [n for n in range(listed.start, of.joined.count) if n not in listed.numbers]
-        missing = [n for n in missing if page_key(run, n) not in of.joined.mended]
+        numbers = (n for n in range(listed.start, of.joined.count) if n not in listed.numbers)
+        missing = [n for n in islice(numbers, PAGES_AT_ONCE) if page_key(run, n) not in of.joined.mended]
         if gone := [page_key(run, n) for n in missing if not self._is_there(run, n)]:
             lost = {key: f"{key}: is gone: it was read on this machine before; {PUT_BACK_PAGES}" for key in gone}
             of.joined = replace(of.joined, damaged={**of.joined.damaged} | lost)
             return False
         others = any(of.listed.get(n, _shown(info)) != _shown(info) for n, info in listed.infos.items())
-        return others or bool(of.joined.damaged)
+        return others or bool(of.joined.damaged) or self._is_another(run, of, listed)
+
+    def _is_another(self, run: str, of: _PagesOfRun, listed: _ListedPages) -> bool:
+        """Return whether the last known page is another one by now, if no listing had shown it.
+
+        If it is the same one, so are those before it: they were there when it was put.
+        """
+        last = max((n for n in listed.infos if n < of.joined.count), default=None)
+        number, digest = self._last.get(run, (-1, 0))
+        if last is None or last in of.listed or last != number:
+            return False
+        (data,) = self._get(run, [last]).values()
+        return isinstance(data, bytes) and xxh3_64_intdigest(data) != digest
 
     def _is_there(self, run: str, number: int) -> bool:
         try:
@@ -447,11 +462,15 @@ class PageReader:
         for number, data in batch.items():
             self._take(joined.run, number, data, pages, damaged)
         shown = {n: _shown(listed[n]) for n in batch if n in listed}
-        known = [KnownPage(page.number, rows_of(page), page.mends, shown.get(page.number)) for page in pages]
+        known = [
+            KnownPage(page.number, rows_of(page), page.mends, shown.get(page.number), xxh3_64_intdigest(page.data))
+            for page in pages
+        ]
+        for page in known[-1:]:
+            self._last[joined.run] = page.number, page.digest
+        is_plain = len(damaged) == before and not any((page.rows.flags & UNKNOWN).any() for page in known)
         if pages:
-            self._cache.add(
-                joined.run, joined.count, [*zip(pages, known, strict=True)], in_memory=len(damaged) > before
-            )
+            self._cache.add(joined.run, joined.count, [*zip(pages, known, strict=True)], in_memory=not is_plain)
         joined = joined.with_pages([(page.number, page.rows, page.mends) for page in known], damaged)
         return replace(joined, count=max(joined.count, 1 + max(batch, default=-1)))  # the last of them may be damaged
 

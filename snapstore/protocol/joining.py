@@ -99,7 +99,8 @@ def _join(context: Context, run: str, at_least: int, stops: Callable[[], bool], 
     for some in [some for some in pages if len(some) >= at_least] or [[]]:
         if stops():
             break
-        facts = _with_bytes(context, some, infos)
+        void = void_records([record.key for record in some], {run: joined})  # another joiner may have them by now
+        facts = _with_bytes(context, [record for record in some if record.key not in void], infos)
         if len(facts) >= at_least:
             joined = _put_page(context, run, joined.count, facts)
             if joined is None:

@@ -104,6 +104,7 @@ class HostileS3(SocketServer):
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     touched: dict[str, int] = field(default_factory=dict)
     seen: list[tuple[str, str]] = field(default_factory=list)
+    knows_start_after: bool = True
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -232,7 +233,7 @@ class HostileS3(SocketServer):
         here = {
             name.removeprefix(f"{bucket}/"): at for name, at in self.objects.items() if name.startswith(f"{bucket}/")
         }
-        begin = max(unquote(after), query.get("start-after", ""))
+        begin = max(unquote(after), query.get("start-after", "") if self.knows_start_after else "")
         names = sorted(name for name in here if name.startswith(prefix) and name > begin)
         count = min(PAGE, int(query.get("max-keys", PAGE)))
         return answer(200, page_of({name: here[name] for name in names[:count]}, prefix, token=after,

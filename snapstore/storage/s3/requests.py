@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: One thread at a time reads credentials once more; see client.py for the fork.
 _RENEWING = threading.Lock()
+#: The end of the name of a directory bucket, whose listings have no order.
+DIRECTORY_BUCKET = "--x-s3"
 after_fork_in_child(_RENEWING._at_fork_reinit)  # type: ignore[attr-defined]
 
 S3Answer = Mapping[str, Any]  # to a GET: "Body" is a stream, "ContentRange" its place in the object
@@ -132,23 +134,32 @@ class Requests:
         Raises:
             StorageError: A page fails, or contradicts itself or an earlier one.
         """
-        listing, token, last, after = Listing(), "", "", ""
+        listing, token, last, ascends = Listing(), "", "", not self.bucket.endswith(DIRECTORY_BUCKET)
         while True:
 
-            def page(**request: Any) -> tuple[Iterator[ObjectInfo], str]:
+            def page(**request: Any) -> tuple[Iterator[ObjectInfo] | None, str]:
                 page, _ = self._page(**request)
+                if any(info.key <= request.get("StartAfter", "") for info in page.objects):
+                    return None, ""  # this server does not know it
                 return listing.add(page), page.token or ""
 
-            options = {"Prefix": self.prefix + prefix} | ({"ContinuationToken": token} if token else {})
+            options = {"Prefix": self.prefix + prefix}
+            after = skips(last) if skips is not None and token and ascends else ""
             if after > last:  # the next page would show what is not needed
-                options = {"Prefix": self.prefix + prefix, "StartAfter": self.prefix + after}
-            objects, token = self.ask(prefix or "/", "list", page, **options)
+                options["StartAfter"] = self.prefix + after
+            elif token:
+                options["ContinuationToken"] = token
+            objects, following = self.ask(prefix or "/", "list", page, **options)
+            if objects is None:
+                skips = None
+                continue
             for info in objects:
-                last = info.key.removeprefix(self.prefix)
-                yield replace(info, key=last)
-            if not token:
+                key = info.key.removeprefix(self.prefix)
+                ascends, last = ascends and key > last, key
+                yield replace(info, key=key)
+            if not following:
                 return
-            after = skips(last) if skips is not None else ""
+            token = following
 
     def server_date(self) -> str:
         """Return the Date header of the answer to the cheapest listing."""

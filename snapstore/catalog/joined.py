@@ -29,8 +29,6 @@ WHOLE, TAGGED, UNKNOWN = 1, 2, 4
 SEGMENT_ROWS = 32_768
 #: The most ids whose revisions are remembered.
 MOST_ASKED = 10_000
-#: Bits of an id by which it is looked for.
-_BEGIN_BITS = 20
 #: Rows that are looked at at once for the last ones that are not hidden.
 AT_ONCE = 64
 
@@ -452,15 +450,16 @@ def repeated_by_pages(keys: Iterable[str], joined: Mapping[str, Joined]) -> dict
     """Return the records that repeat the id of a joined snapshot under another name: key -> why it is left out."""
     names = {parsed[2]: key for key in keys if (parsed := parse_record_key(key))} if joined else {}
     there: list[tuple[str, Joined]] = []
-    begins = np.zeros(1 << _BEGIN_BITS, bool)  # with which bits an id begins: few of the others do
-    begins[halves(names)[0] >> np.uint64(64 - _BEGIN_BITS)] = True
-    for one in joined.values():
-        if len(joined) == 1:
-            there += [(name, one) for name, found in zip(names, one.revisions_of(names), strict=True) if found >= 0]
-            continue
-        for rows in one.segments:
-            likely = rows.take(begins[rows.hi >> np.uint64(64 - _BEGIN_BITS)]).ids()
-            there += [(name, one) for name in likely if name in names]
+    if len(joined) == 1:
+        (one,) = joined.values()
+        there = [(name, one) for name, found in zip(names, one.revisions_of(names), strict=True) if found >= 0]
+    elif names and any(one.segments for one in joined.values()):
+        shift = np.uint64(64 - min(len(names).bit_length() + 7, 20))
+        begins = np.zeros(1 << (64 - int(shift)), bool)  # with which bits an id begins: few of the others do
+        begins[halves(names)[0] >> shift] = True
+        for one in joined.values():
+            for rows in one.segments:
+                there += [(name, one) for name in rows.take(begins[rows.hi >> shift]).ids() if name in names]
     repeated: dict[str, str] = {}
     for name, one in there:
         other = one.key_of(name)

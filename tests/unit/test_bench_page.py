@@ -35,7 +35,7 @@ def record(name):
     return json.loads((RECORDS / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("bench", ["cpu", "compact", "import", "ranks", "scale"])
+@pytest.mark.parametrize("bench", ["cpu", "compact", "history", "import", "ranks", "scale"])
 def test_the_figures_of_the_page_match_the_record(tools, bench):
     assert tools.page.figures(record(bench)["figures"]) in tools.page.placed(bench)
 
